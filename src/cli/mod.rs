@@ -1,0 +1,1 @@
+//! Flags and commands, one file per command; no logic.

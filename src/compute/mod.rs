@@ -1,0 +1,1 @@
+//! The few operations that the training step needs.

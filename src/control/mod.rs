@@ -1,0 +1,1 @@
+//! The loopback control API, health and the metrics registry.

@@ -1,0 +1,1 @@
+//! The wire shapes that we read: SSE frames, deltas, usage, errors. Lenient; unknown fields are kept.

@@ -1,0 +1,1 @@
+//! The registry of heads, the gate, promotion and roll-back.

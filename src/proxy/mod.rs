@@ -1,0 +1,1 @@
+//! The request path: server, upstream client, header rules, streaming, cancellation.

@@ -1,0 +1,1 @@
+//! Records: the bounded recorder, the WAL, sealing to Parquet, and reading back.

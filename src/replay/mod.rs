@@ -1,0 +1,1 @@
+//! Replaying a prompt dataset through the proxy.

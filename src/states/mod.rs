@@ -1,0 +1,1 @@
+//! Hidden states: collecting from vLLM, verifying, bounded shards, reading batches.

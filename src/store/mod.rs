@@ -1,0 +1,1 @@
+//! Paths, atomic publishing and manifests.

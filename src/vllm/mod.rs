@@ -1,0 +1,1 @@
+//! vLLM's control routes, and the plugin that this binary carries.
