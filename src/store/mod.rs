@@ -1,1 +1,109 @@
 //! Paths, atomic publishing and manifests.
+//!
+//! A file that a reader can see under its final name is whole: it was written under a temporary name, synced, renamed,
+//! and its directory synced.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// Where everything that draftsmith keeps lives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DataDir {
+    root: PathBuf,
+}
+
+impl DataDir {
+    pub fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// Makes the directories; safe to call again.
+    pub fn create(&self) -> io::Result<()> {
+        for directory in [self.records(), self.wal(), self.states(), self.heads(), self.runs()] {
+            fs::create_dir_all(directory)?;
+        }
+        Ok(())
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Parquet and nothing else.
+    pub fn records(&self) -> PathBuf {
+        self.root.join("records")
+    }
+
+    pub fn wal(&self) -> PathBuf {
+        self.root.join("wal")
+    }
+
+    pub fn states(&self) -> PathBuf {
+        self.root.join("states")
+    }
+
+    pub fn heads(&self) -> PathBuf {
+        self.root.join("heads")
+    }
+
+    pub fn runs(&self) -> PathBuf {
+        self.root.join("runs")
+    }
+}
+
+/// Writes a file so that a reader sees all of it or none of it. Mode 0600: what is captured is private.
+pub fn publish(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let temporary = temporary_name(path);
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    rename_durably(&temporary, path)
+}
+
+/// The name under which a file is written until it is whole: hidden, so that globs for data files pass it by.
+pub fn temporary_name(path: &Path) -> PathBuf {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    path.with_file_name(format!(".{name}.{}.tmp", std::process::id()))
+}
+
+/// Renames a synced file into its place and makes the rename itself durable.
+pub fn rename_durably(from: &Path, to: &Path) -> io::Result<()> {
+    fs::rename(from, to)?;
+    let directory = to.parent().unwrap_or(Path::new("."));
+    File::open(directory)?.sync_all()
+}
+
+/// Whether a conversation belongs to the held-out split. Decided by the conversation alone, so that no conversation is
+/// on both sides, in any process, for ever.
+pub fn is_held_out(conversation_id: &str, fraction: f64) -> bool {
+    use sha2::{Digest, Sha256};
+    let digest = Sha256::digest(conversation_id.as_bytes());
+    let mut first = [0u8; 8];
+    first.copy_from_slice(&digest[..8]);
+    (u64::from_be_bytes(first) as f64) < fraction * (u64::MAX as f64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_file_is_whole_and_leaves_no_temporary() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("manifest.json");
+        publish(&path, b"one").unwrap();
+        publish(&path, b"two").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn held_out_fraction_is_kept() {
+        let held_out = (0..10_000).filter(|i| is_held_out(&format!("conversation {i}"), 0.125)).count();
+        assert!((1100..1400).contains(&held_out), "{held_out}");
+        assert!(!is_held_out("any", 0.0));
+        assert!(is_held_out("any", 1.0));
+    }
+}
