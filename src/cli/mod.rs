@@ -1,1 +1,79 @@
 //! Flags and commands, one file per command; no logic.
+//!
+//! Exit codes: 0 done, 1 failed, 2 wrong use, 3 partly done (see the error file).
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::config::Config;
+
+mod config;
+
+/// Exit code of wrong use, as clap itself uses it.
+const WRONG_USE: u8 = 2;
+
+#[derive(Debug, Parser)]
+#[command(name = "draftsmith", version, about, max_term_width = 100)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Check, show or describe the configuration
+    Config(config::ConfigCommand),
+}
+
+/// The flags that choose a configuration, shared by the commands that need one.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub struct ConfigFlags {
+    /// The configuration file (TOML); defaults apply without one
+    #[arg(long, value_name = "FILE", env = "DRAFTSMITH_CONFIG")]
+    pub config: Option<PathBuf>,
+    /// vLLM's address, over the file's proxy.upstream
+    #[arg(long, value_name = "URL")]
+    pub upstream: Option<String>,
+    /// The address that clients use, over the file's proxy.listen
+    #[arg(long, value_name = "ADDR")]
+    pub listen: Option<String>,
+    /// The data directory, over the file's data.directory
+    #[arg(long, value_name = "DIR")]
+    pub data: Option<String>,
+}
+
+impl ConfigFlags {
+    /// The configuration that these flags choose, checked.
+    pub fn load(&self) -> Result<Config, crate::config::ConfigError> {
+        let flags = [
+            ("proxy.upstream", &self.upstream),
+            ("proxy.listen", &self.listen),
+            ("data.directory", &self.data),
+        ];
+        let mut given = Vec::new();
+        for (key, value) in flags {
+            if let Some(value) = value {
+                given.push((key, value.clone()));
+            }
+        }
+        Config::load(self.config.as_deref(), &given)
+    }
+}
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result = match cli.command {
+        Command::Config(command) => command.run(),
+    };
+    match result {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("draftsmith: {error:#}");
+            let wrong_use = error.downcast_ref::<crate::config::ConfigError>().is_some();
+            if wrong_use { ExitCode::from(WRONG_USE) } else { ExitCode::FAILURE }
+        }
+    }
+}

@@ -1,1 +1,367 @@
 //! The TOML file, its defaults, and the checks that run before a port is bound.
+//!
+//! One definition feeds the file, the environment (`DRAFTSMITH_PROXY__LISTEN=...`), the flags, the docs and
+//! `schemas/config.schema.json`. Later sources win: defaults, file, environment, flags. An error names the key, the value
+//! and what is allowed.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use figment::Figment;
+use figment::providers::{Env, Format, Serialized, Toml};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+mod check;
+
+/// The prefix of environment variables; two underscores stand for the dot of a key.
+const ENVIRONMENT_PREFIX: &str = "DRAFTSMITH_";
+
+/// A configuration that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("configuration file {path}: {source}")]
+    File { path: PathBuf, source: std::io::Error },
+    #[error("configuration {origin}: {message}")]
+    Parse { origin: String, message: String },
+    #[error("configuration key `{key}` = {value}: {remedy}")]
+    Value { key: &'static str, value: String, remedy: String },
+}
+
+/// All settings of draftsmith.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    pub proxy: ProxyConfig,
+    pub control: ControlConfig,
+    pub data: DataConfig,
+    pub verifier: VerifierConfig,
+    pub record: RecordConfig,
+    pub states: StatesConfig,
+    pub train: TrainConfig,
+    pub gate: GateConfig,
+}
+
+/// The client port and the vLLM behind it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct ProxyConfig {
+    /// The address that clients use.
+    pub listen: SocketAddr,
+    /// vLLM's own address: `http://HOST:PORT`, no path.
+    pub upstream: String,
+    /// Let clients reach vLLM's control routes (pause, weights, rpc, sleep, profile). Dangerous.
+    pub allow_control_routes: bool,
+    /// The largest request body of a recorded route, in bytes; a larger one is answered 413.
+    pub max_request_bytes: usize,
+    /// The largest part of an answer that is kept for recording, in bytes. The client always gets all of it.
+    pub max_recorded_bytes: usize,
+    /// How long streams may finish after SIGTERM, in seconds.
+    pub drain_seconds: u64,
+}
+
+/// Where token ids come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum TokenIds {
+    /// The vLLM plugin writes them beside the hidden states; bodies are untouched both ways.
+    Plugin,
+    /// `return_token_ids` is added to requests and taken out of the answers again.
+    Request,
+}
+
+/// The loopback port for health, metrics and control.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct ControlConfig {
+    /// Must be a loopback address.
+    pub listen: SocketAddr,
+}
+
+/// Where everything that is kept lives.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct DataConfig {
+    pub directory: PathBuf,
+    /// The share of conversations that is never trained on.
+    pub held_out_fraction: f64,
+}
+
+/// The model that vLLM serves.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct VerifierConfig {
+    /// Its directory with config.json, tokenizer.json and safetensors; needed for states, training and evaluation.
+    pub directory: Option<PathBuf>,
+}
+
+/// The recorder.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct RecordConfig {
+    pub enabled: bool,
+    pub token_ids: TokenIds,
+    /// A crash loses at most this much, in milliseconds.
+    pub flush_interval_ms: u64,
+    /// Rows waiting for the disk, in bytes; beyond it rows are dropped and counted, never waited for.
+    pub queue_bytes: usize,
+    /// A WAL segment is sealed into Parquet at this size, in bytes...
+    pub segment_bytes: u64,
+    /// ...or at this age, in seconds.
+    pub seal_after_seconds: u64,
+    /// How long a row may wait for its token ids from the plugin before it is sealed without, in seconds.
+    pub join_timeout_seconds: u64,
+    /// Keep the raw bodies beside the parsed columns.
+    pub keep_raw: bool,
+}
+
+/// Hidden states.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct StatesConfig {
+    /// Where the plugin hands over its files; the same directory as in `draftsmith vllm args`. None: no states.
+    pub transfer_directory: Option<PathBuf>,
+    /// The size of one shard, in bytes.
+    pub shard_bytes: u64,
+    /// All shards together, in bytes; the oldest go first, held-out ones last.
+    pub quota_bytes: u64,
+    /// A file that no request claims is deleted after this, in seconds.
+    pub unmatched_seconds: u64,
+}
+
+/// Training.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct TrainConfig {
+    /// S, the steps of training-time test; as many as vLLM drafts tokens.
+    pub unroll_steps: usize,
+    /// The weight of step k is this to the power k.
+    pub step_decay: f64,
+    pub learning_rate: f64,
+    /// Steps of linear warm-up.
+    pub warmup_steps: u64,
+    /// Documents in one optimizer step.
+    pub batch_documents: usize,
+    /// The largest norm of the whole gradient.
+    pub gradient_clip: f64,
+    pub weight_decay: f64,
+    /// Train the output head too.
+    pub train_lm_head: bool,
+    /// Passes over the captured samples when `--steps` is not given.
+    pub passes: usize,
+    pub seed: u64,
+}
+
+/// When a head goes live.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct GateConfig {
+    /// By how much the held-out acceptance length of a candidate must beat the live head's.
+    pub min_gain: f64,
+}
+
+impl Default for ProxyConfig {
+    fn default() -> Self {
+        Self {
+            listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
+            upstream: "http://127.0.0.1:8000".to_owned(),
+            allow_control_routes: false,
+            max_request_bytes: 32 << 20,
+            max_recorded_bytes: 64 << 20,
+            drain_seconds: 60,
+        }
+    }
+}
+
+impl Default for ControlConfig {
+    fn default() -> Self {
+        Self { listen: SocketAddr::from(([127, 0, 0, 1], 8081)) }
+    }
+}
+
+impl Default for DataConfig {
+    fn default() -> Self {
+        Self { directory: PathBuf::from("data"), held_out_fraction: 0.125 }
+    }
+}
+
+impl Default for RecordConfig {
+    fn default() -> Self {
+        Self {
+            enabled: true,
+            token_ids: TokenIds::Plugin,
+            flush_interval_ms: 200,
+            queue_bytes: 64 << 20,
+            segment_bytes: 64 << 20,
+            seal_after_seconds: 60,
+            join_timeout_seconds: 10,
+            keep_raw: false,
+        }
+    }
+}
+
+impl Default for StatesConfig {
+    fn default() -> Self {
+        Self {
+            transfer_directory: None,
+            shard_bytes: 256 << 20,
+            quota_bytes: 32 << 30,
+            unmatched_seconds: 60,
+        }
+    }
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            unroll_steps: 3,
+            step_decay: 0.8,
+            learning_rate: 1e-3,
+            warmup_steps: 20,
+            batch_documents: 4,
+            gradient_clip: 1.0,
+            weight_decay: 0.0,
+            train_lm_head: true,
+            passes: 4,
+            seed: 0,
+        }
+    }
+}
+
+impl Default for GateConfig {
+    fn default() -> Self {
+        Self { min_gain: 0.02 }
+    }
+}
+
+impl Config {
+    /// Defaults, then the file, then the environment, then `flags` (dotted keys and TOML values), checked.
+    pub fn load(file: Option<&Path>, flags: &[(&str, String)]) -> Result<Self, ConfigError> {
+        let mut figment = Figment::from(Serialized::defaults(Config::default()));
+        if let Some(path) = file {
+            let text = std::fs::read_to_string(path)
+                .map_err(|source| ConfigError::File { path: path.to_owned(), source })?;
+            // Read by hand first: figment takes a missing file for an empty one.
+            figment = figment.merge(Toml::string(&text));
+        }
+        figment = figment.merge(Env::prefixed(ENVIRONMENT_PREFIX).split("__"));
+        for (key, value) in flags {
+            figment = figment.merge(Serialized::default(key, value));
+        }
+        let config: Config = figment.extract().map_err(|error| parse_error(file, error))?;
+        check::check(&config)?;
+        Ok(config)
+    }
+
+    /// The JSON schema of the file, as in `schemas/config.schema.json`.
+    pub fn schema() -> serde_json::Value {
+        schemars::schema_for!(Config).to_value()
+    }
+}
+
+fn parse_error(file: Option<&Path>, error: figment::Error) -> ConfigError {
+    let from_environment = error.metadata.as_ref().is_some_and(|m| m.name.contains("environment"));
+    let origin = match file {
+        _ if from_environment => "from the environment".to_owned(),
+        Some(path) => path.display().to_string(),
+        None => "from flags".to_owned(),
+    };
+    let key = error.path.join(".");
+    let message = match &error.kind {
+        figment::error::Kind::UnknownField(name, allowed) => {
+            let full = if key.is_empty() || key.ends_with(name.as_str()) {
+                name.clone()
+            } else {
+                format!("{key}.{name}")
+            };
+            format!("unknown key `{full}`; allowed here: {}", allowed.join(", "))
+        }
+        kind => format!("key `{key}`: {kind}"),
+    };
+    ConfigError::Parse { origin, message }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load_text(text: &str) -> Result<Config, ConfigError> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("draftsmith.toml");
+        std::fs::write(&path, text).unwrap();
+        Config::load(Some(&path), &[])
+    }
+
+    #[test]
+    fn defaults_are_usable() {
+        assert_eq!(Config::load(None, &[]).unwrap(), Config::default());
+    }
+
+    #[test]
+    fn flags_win_over_the_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("draftsmith.toml");
+        std::fs::write(&path, "[proxy]\nlisten = \"127.0.0.1:1000\"\n").unwrap();
+        let config = Config::load(Some(&path), &[("proxy.listen", "127.0.0.1:2000".to_owned())]).unwrap();
+        assert_eq!(config.proxy.listen.port(), 2000);
+    }
+
+    #[test]
+    fn unknown_key_is_named_with_what_is_allowed() {
+        let message = load_text("[proxy]\nlistn = \"127.0.0.1:1000\"\n").unwrap_err().to_string();
+        assert!(message.contains("`proxy.listn`"), "{message}");
+        assert!(message.contains("listen, upstream"), "{message}");
+    }
+
+    #[test]
+    fn wrong_type_names_key_and_value() {
+        let message = load_text("[train]\nunroll_steps = \"three\"\n").unwrap_err().to_string();
+        assert!(message.contains("train.unroll_steps") && message.contains("three"), "{message}");
+    }
+
+    #[test]
+    fn missing_file_is_an_error() {
+        let message = Config::load(Some(Path::new("/nonexistent/x.toml")), &[]).unwrap_err().to_string();
+        assert!(message.contains("/nonexistent/x.toml"), "{message}");
+    }
+
+    #[test]
+    fn every_bad_value_is_refused_by_its_key() {
+        let cases = [
+            ("proxy.upstream", "[proxy]\nupstream = \"127.0.0.1:8000\"\n"),
+            ("proxy.upstream", "[proxy]\nupstream = \"http://127.0.0.1:8000/v1\"\n"),
+            ("control.listen", "[control]\nlisten = \"0.0.0.0:8081\"\n"),
+            ("control.listen", "[control]\nlisten = \"127.0.0.1:8080\"\n"),
+            ("data.held_out_fraction", "[data]\nheld_out_fraction = 1.5\n"),
+            ("record.queue_bytes", "[record]\nqueue_bytes = 0\n"),
+            ("states.quota_bytes", "[states]\nquota_bytes = 1\n"),
+            ("train.unroll_steps", "[train]\nunroll_steps = 0\n"),
+            ("train.learning_rate", "[train]\nlearning_rate = -1.0\n"),
+            ("gate.min_gain", "[gate]\nmin_gain = -0.1\n"),
+        ];
+        for (key, text) in cases {
+            let message = load_text(text).unwrap_err().to_string();
+            assert!(message.contains(key), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn schema_file_is_in_step_with_the_types() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("schemas/config.schema.json");
+        let expected = format!("{}\n", serde_json::to_string_pretty(&Config::schema()).unwrap());
+        let found = std::fs::read_to_string(&path).unwrap_or_default();
+        assert_eq!(found, expected, "run `draftsmith config schema > schemas/config.schema.json`");
+    }
+
+    #[test]
+    fn shipped_configurations_load() {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("configs");
+        let mut count = 0;
+        for entry in std::fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            Config::load(Some(&path), &[]).unwrap_or_else(|error| panic!("{error}"));
+            count += 1;
+        }
+        assert_eq!(count, 3);
+    }
+}

@@ -1,0 +1,91 @@
+//! What the types cannot say about a configuration.
+
+use std::fmt::Debug;
+
+use super::{Config, ConfigError};
+
+/// Refuses the first value that cannot work, by its key.
+pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
+    let upstream: Result<hyper::Uri, _> = config.proxy.upstream.parse();
+    let usable = upstream.is_ok_and(|uri| {
+        uri.scheme_str() == Some("http")
+            && uri.host().is_some()
+            && matches!(uri.path(), "/" | "")
+            && uri.query().is_none()
+    });
+    require(
+        usable,
+        "proxy.upstream",
+        &config.proxy.upstream,
+        "give vLLM's address as http://HOST:PORT, without a path",
+    )?;
+
+    let control = config.control.listen;
+    require(
+        control.ip().is_loopback(),
+        "control.listen",
+        &control,
+        "the control port must be on a loopback address",
+    )?;
+    let shared = control == config.proxy.listen && control.port() != 0;
+    require(!shared, "control.listen", &control, "choose another port than proxy.listen")?;
+
+    let fraction = config.data.held_out_fraction;
+    require(
+        (0.0..1.0).contains(&fraction),
+        "data.held_out_fraction",
+        &fraction,
+        "choose from 0 up to, not including, 1",
+    )?;
+
+    let proxy = &config.proxy;
+    positive("proxy.max_request_bytes", proxy.max_request_bytes as u64)?;
+    positive("proxy.max_recorded_bytes", proxy.max_recorded_bytes as u64)?;
+    let record = &config.record;
+    positive("record.flush_interval_ms", record.flush_interval_ms)?;
+    positive("record.queue_bytes", record.queue_bytes as u64)?;
+    positive("record.segment_bytes", record.segment_bytes)?;
+    positive("record.seal_after_seconds", record.seal_after_seconds)?;
+
+    let states = &config.states;
+    positive("states.shard_bytes", states.shard_bytes)?;
+    positive("states.unmatched_seconds", states.unmatched_seconds)?;
+    let holds_a_shard = states.quota_bytes >= 2 * states.shard_bytes;
+    require(
+        holds_a_shard,
+        "states.quota_bytes",
+        &states.quota_bytes,
+        "give room for at least two of states.shard_bytes",
+    )?;
+
+    let train = &config.train;
+    require(
+        (1..=16).contains(&train.unroll_steps),
+        "train.unroll_steps",
+        &train.unroll_steps,
+        "choose from 1 to 16",
+    )?;
+    require(
+        train.step_decay > 0.0 && train.step_decay <= 1.0,
+        "train.step_decay",
+        &train.step_decay,
+        "choose from above 0 to 1",
+    )?;
+    require(train.learning_rate > 0.0, "train.learning_rate", &train.learning_rate, "must be above 0")?;
+    require(train.gradient_clip > 0.0, "train.gradient_clip", &train.gradient_clip, "must be above 0")?;
+    require(train.weight_decay >= 0.0, "train.weight_decay", &train.weight_decay, "must not be negative")?;
+    positive("train.batch_documents", train.batch_documents as u64)?;
+    positive("train.passes", train.passes as u64)?;
+    require(config.gate.min_gain >= 0.0, "gate.min_gain", &config.gate.min_gain, "must not be negative")
+}
+
+fn positive(key: &'static str, value: u64) -> Result<(), ConfigError> {
+    require(value > 0, key, &value, "must be above 0")
+}
+
+fn require(holds: bool, key: &'static str, value: &dyn Debug, remedy: &str) -> Result<(), ConfigError> {
+    if holds {
+        return Ok(());
+    }
+    Err(ConfigError::Value { key, value: format!("{value:?}"), remedy: remedy.to_owned() })
+}
