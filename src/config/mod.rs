@@ -248,7 +248,7 @@ impl Config {
         for (key, value) in flags {
             figment = figment.merge(Serialized::default(key, value));
         }
-        let config: Config = figment.extract().map_err(|error| parse_error(file, error))?;
+        let config: Config = figment.extract().map_err(|error| parse_error(file, &figment, error))?;
         check::check(&config)?;
         Ok(config)
     }
@@ -259,26 +259,37 @@ impl Config {
     }
 }
 
-fn parse_error(file: Option<&Path>, error: figment::Error) -> ConfigError {
-    let from_environment = error.metadata.as_ref().is_some_and(|m| m.name.contains("environment"));
+fn parse_error(file: Option<&Path>, figment: &Figment, error: figment::Error) -> ConfigError {
+    let from_environment =
+        error.metadata.as_ref().is_some_and(|metadata| metadata.name.contains("environment"));
     let origin = match file {
         _ if from_environment => "from the environment".to_owned(),
         Some(path) => path.display().to_string(),
         None => "from flags".to_owned(),
     };
-    let key = error.path.join(".");
-    let message = match &error.kind {
-        figment::error::Kind::UnknownField(name, allowed) => {
-            let full = if key.is_empty() || key.ends_with(name.as_str()) {
-                name.clone()
-            } else {
-                format!("{key}.{name}")
-            };
-            format!("unknown key `{full}`; allowed here: {}", allowed.join(", "))
-        }
-        kind => format!("key `{key}`: {kind}"),
+    // figment does not say in which table an unknown key stands, so the given keys are compared with the known ones.
+    let unknown = match (figment.extract(), serde_json::to_value(Config::default())) {
+        (Ok(given), Ok(known)) => unknown_key("", &given, &known),
+        _ => None,
     };
+    let message = unknown.unwrap_or_else(|| format!("key `{}`: {}", error.path.join("."), error.kind));
     ConfigError::Parse { origin, message }
+}
+
+/// Describes the first given key that the defaults lack.
+fn unknown_key(prefix: &str, given: &serde_json::Value, known: &serde_json::Value) -> Option<String> {
+    let (given_table, known_table) = (given.as_object()?, known.as_object()?);
+    for (name, value) in given_table {
+        let key = if prefix.is_empty() { name.clone() } else { format!("{prefix}.{name}") };
+        let Some(known_value) = known_table.get(name) else {
+            let allowed: Vec<&str> = known_table.keys().map(String::as_str).collect();
+            return Some(format!("unknown key `{key}` = {value}; allowed here: {}", allowed.join(", ")));
+        };
+        if let Some(message) = unknown_key(&key, value, known_value) {
+            return Some(message);
+        }
+    }
+    None
 }
 
 #[cfg(test)]
