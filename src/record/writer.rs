@@ -379,9 +379,9 @@ impl Writer {
     }
 
     fn forget_early(&mut self, now: Instant) {
-        let Writer { early, shared, .. } = self;
+        let Writer { early, shared, stopping, .. } = self;
         early.retain(|_, (_, until, held)| {
-            if *until > now {
+            if *until > now && !*stopping {
                 return true;
             }
             shared.release(*held);
