@@ -1,1 +1,28 @@
 //! Records: the bounded recorder, the WAL, sealing to Parquet, and reading back.
+//!
+//! What crosses the door: the proxy hands over [`Record`]s (one per choice) and never waits; the state collector adds the
+//! token ids that it saw; the trainer and the commands read rows back from `records/`.
+//!
+//! Promises:
+//! - `begin`, `record`, `abandon` and `join_ids` never wait for a disk. What does not fit the memory bound is dropped
+//!   and counted.
+//! - A row is in the WAL, synced, at most one flush interval (and the flush itself) after it was handed over. A crash
+//!   loses nothing older.
+//! - A request that had begun and was not finished when the process died becomes one row with status `proxy_restart`.
+//! - `records/` holds whole Parquet files and nothing else, and no row twice, wherever the process was killed.
+//! - A disk that fails costs rows at worst, never a request: errors are counted and the work is tried again.
+
+mod columns;
+mod error;
+mod read;
+mod recorder;
+mod row;
+mod seal;
+mod wal;
+mod writer;
+
+pub use columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema};
+pub use error::RecordError;
+pub use read::{DayStats, Row, Rows, files, rows, stats, token_frequencies};
+pub use recorder::{Recorder, RecorderHandle, RecorderOptions, RecorderStats};
+pub use row::{Message, Record, Source, Split, Status, messages_from_json, now_micros};

@@ -1,0 +1,408 @@
+//! The door for the proxy: hand over and go on.
+
+use std::collections::VecDeque;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::error::RecordError;
+use super::row::Record;
+use super::seal::{self, SealJob, SealReport};
+use super::wal::{self, Join, Stop};
+use super::writer;
+use crate::store::DataDir;
+
+#[derive(Clone, Debug, PartialEq)]
+pub struct RecorderOptions {
+    /// Bytes of rows held in memory until they are on disk; more is dropped and counted.
+    pub memory_bytes: usize,
+    /// How long a row may wait in memory before the next sync; zero syncs whatever is there at once.
+    pub flush_interval: Duration,
+    /// A sync happens earlier when this many bytes wait.
+    pub flush_bytes: usize,
+    /// A WAL segment is sealed at this size
+    pub segment_bytes: u64,
+    /// or at this age.
+    pub segment_age: Duration,
+    /// Whether the token ids of rows come through [`RecorderHandle::join_ids`].
+    pub expect_join: bool,
+    /// How long sealing waits for them after the segment is closed, and how long ids wait for their row.
+    pub join_timeout: Duration,
+    /// In the file names, to tell the writers of one bucket apart. Letters, digits, `.`, `_`; the rest becomes `_`.
+    pub writer: String,
+}
+
+impl Default for RecorderOptions {
+    fn default() -> Self {
+        Self {
+            memory_bytes: 64 << 20,
+            flush_interval: Duration::from_millis(200),
+            flush_bytes: 1 << 20,
+            segment_bytes: 64 << 20,
+            segment_age: Duration::from_secs(60),
+            expect_join: false,
+            join_timeout: Duration::from_secs(10),
+            writer: "draftsmith".into(),
+        }
+    }
+}
+
+/// What has happened since the start.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+pub struct RecorderStats {
+    /// Rows taken.
+    pub rows: u64,
+    /// Rows dropped because memory was full or the recorder had stopped.
+    pub dropped_rows: u64,
+    /// Starts and joins dropped for the same reasons.
+    pub dropped_other: u64,
+    pub flushes: u64,
+    pub longest_flush_micros: u64,
+    /// Failed writes, syncs and seals; each is tried again.
+    pub disk_errors: u64,
+    pub sealed_rows: u64,
+    pub sealed_files: u64,
+    /// Requests found begun and not ended: `proxy_restart`.
+    pub restarted_rows: u64,
+    pub torn_segments: u64,
+    pub damaged_segments: u64,
+    pub joined: u64,
+    /// Rows sealed without the ids that they waited for.
+    pub join_timeouts: u64,
+    /// Ids for which no row came.
+    pub unmatched_joins: u64,
+    /// Bytes in memory now.
+    pub held_bytes: u64,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub rows: AtomicU64,
+    pub dropped_rows: AtomicU64,
+    pub dropped_other: AtomicU64,
+    pub flushes: AtomicU64,
+    pub longest_flush_micros: AtomicU64,
+    pub disk_errors: AtomicU64,
+    pub sealed_rows: AtomicU64,
+    pub sealed_files: AtomicU64,
+    pub restarted_rows: AtomicU64,
+    pub torn_segments: AtomicU64,
+    pub damaged_segments: AtomicU64,
+    pub joined: AtomicU64,
+    pub join_timeouts: AtomicU64,
+    pub unmatched_joins: AtomicU64,
+    /// Bytes of what was handed over and is not on disk yet.
+    pub held: AtomicUsize,
+}
+
+impl Counters {
+    pub fn disk_error(&self, action: &'static str, error: &RecordError) {
+        tracing::warn!(%error, "recording: will try again");
+        self.disk_errors.fetch_add(1, Relaxed);
+        metrics::counter!("draftsmith_record_disk_errors_total", "action" => action).increment(1);
+    }
+
+    pub fn sealed(&self, report: &SealReport, path: &Path) {
+        self.sealed_rows.fetch_add(report.rows, Relaxed);
+        self.sealed_files.fetch_add(report.files, Relaxed);
+        self.restarted_rows.fetch_add(report.restarted, Relaxed);
+        metrics::counter!("draftsmith_record_sealed_rows_total").increment(report.rows);
+        metrics::counter!("draftsmith_record_sealed_files_total").increment(report.files);
+        metrics::counter!("draftsmith_record_restarted_rows_total").increment(report.restarted);
+        match report.stop {
+            None => {}
+            Some(Stop::Torn { at }) => {
+                tracing::warn!(path = %path.display(), at, "a WAL segment was cut by a crash; kept what was whole");
+                self.torn_segments.fetch_add(1, Relaxed);
+                metrics::counter!("draftsmith_record_torn_segments_total").increment(1);
+            }
+            Some(Stop::Damaged { at }) => {
+                tracing::error!(path = %path.display(), at, "a WAL segment is damaged; kept beside the others as .damaged");
+                self.damaged_segments.fetch_add(1, Relaxed);
+                metrics::counter!("draftsmith_record_damaged_segments_total").increment(1);
+            }
+        }
+    }
+
+    pub fn snapshot(&self) -> RecorderStats {
+        RecorderStats {
+            rows: self.rows.load(Relaxed),
+            dropped_rows: self.dropped_rows.load(Relaxed),
+            dropped_other: self.dropped_other.load(Relaxed),
+            flushes: self.flushes.load(Relaxed),
+            longest_flush_micros: self.longest_flush_micros.load(Relaxed),
+            disk_errors: self.disk_errors.load(Relaxed),
+            sealed_rows: self.sealed_rows.load(Relaxed),
+            sealed_files: self.sealed_files.load(Relaxed),
+            restarted_rows: self.restarted_rows.load(Relaxed),
+            torn_segments: self.torn_segments.load(Relaxed),
+            damaged_segments: self.damaged_segments.load(Relaxed),
+            joined: self.joined.load(Relaxed),
+            join_timeouts: self.join_timeouts.load(Relaxed),
+            unmatched_joins: self.unmatched_joins.load(Relaxed),
+            held_bytes: self.held.load(Relaxed) as u64,
+        }
+    }
+}
+
+pub(super) type Reply = Sender<Result<(), RecordError>>;
+
+pub(super) enum Item {
+    Records(Vec<Record>),
+    Begin(Box<Record>),
+    Abandon(String),
+    Join(Join),
+    Flush(Reply),
+    Seal(Reply),
+    /// With a reply: seal everything first. Without: make durable and leave the rest to the next start.
+    Stop(Option<Reply>),
+}
+
+#[derive(Default)]
+struct Queue {
+    /// Each with the bytes that it counts for.
+    items: VecDeque<(Item, usize)>,
+    stopped: bool,
+}
+
+pub(super) struct Shared {
+    queue: Mutex<Queue>,
+    wake: Condvar,
+    memory_bytes: usize,
+    pub counters: Arc<Counters>,
+    /// Held until the last thread is done.
+    _lock: File,
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        // A poisoned queue is still a queue: nothing is done under the lock but push and take.
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for items until the deadline.
+    pub fn take(&self, deadline: Option<Instant>) -> VecDeque<(Item, usize)> {
+        let mut queue = self.queue();
+        while queue.items.is_empty() {
+            let Some(deadline) = deadline else {
+                queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            queue = self.wake.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        std::mem::take(&mut queue.items)
+    }
+
+    /// Whether the item was taken. Its bytes count until `release`.
+    fn offer(&self, item: Item, bytes: usize) -> bool {
+        let fits = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= self.memory_bytes);
+        if self.counters.held.fetch_update(Relaxed, Relaxed, fits).is_err() {
+            return false;
+        }
+        let mut queue = self.queue();
+        if queue.stopped {
+            drop(queue);
+            self.release(bytes);
+            return false;
+        }
+        queue.items.push_back((item, bytes));
+        drop(queue);
+        self.wake.notify_one();
+        true
+    }
+
+    /// For what is not counted: questions, and ids of requests.
+    fn push(&self, item: Item) -> bool {
+        let mut queue = self.queue();
+        if queue.stopped {
+            return false;
+        }
+        queue.stopped = matches!(item, Item::Stop(_));
+        queue.items.push_back((item, 0));
+        drop(queue);
+        self.wake.notify_one();
+        true
+    }
+
+    pub fn release(&self, bytes: usize) {
+        self.counters.held.fetch_sub(bytes, Relaxed);
+    }
+}
+
+/// Starts recorders.
+pub struct Recorder;
+
+impl Recorder {
+    /// Starts the recorder's two threads and seals what an earlier process left, without waiting for it.
+    ///
+    /// Fails when the directory cannot be made or another process records into it.
+    pub fn start(data: &DataDir, options: RecorderOptions) -> Result<RecorderHandle, RecordError> {
+        data.create().map_err(RecordError::disk("create", data.root()))?;
+        let lock = lock(&data.wal().join(".lock"))?;
+        seal::remove_temporaries(&data.wal())?;
+        let left_over = wal::segments(&data.wal())?;
+
+        let counters = Arc::new(Counters::default());
+        let shared = Arc::new(Shared {
+            queue: Mutex::default(),
+            wake: Condvar::new(),
+            memory_bytes: options.memory_bytes,
+            counters: Arc::clone(&counters),
+            _lock: lock,
+        });
+        let (jobs, received) = channel();
+        // The receiver is right here.
+        let _ = jobs.send(SealJob::Recover(left_over));
+        let sealer = seal::spawn(data.clone(), received, counters)?;
+        let writer = writer::spawn(data.wal(), options, Arc::clone(&shared), jobs)?;
+        let threads = Mutex::new(vec![writer, sealer]);
+        Ok(RecorderHandle { inner: Arc::new(Inner { shared, threads }) })
+    }
+}
+
+fn lock(path: &Path) -> Result<File, RecordError> {
+    let opened = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
+    let file = opened.map_err(RecordError::disk("create", path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(RecordError::Locked { path: path.to_path_buf() }),
+        Err(TryLockError::Error(source)) => Err(RecordError::disk("lock", path)(source)),
+    }
+}
+
+struct Inner {
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Inner {
+    fn join(&self) {
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in threads {
+            if thread.join().is_err() {
+                tracing::error!("a recorder thread panicked; what it had synced is sealed at the next start");
+            }
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shared.push(Item::Stop(None));
+        self.join();
+    }
+}
+
+/// Hands rows to the recorder; clone it freely. When the last one is dropped without [`shutdown`](Self::shutdown), rows
+/// are made durable and sealed at the next start.
+#[derive(Clone)]
+pub struct RecorderHandle {
+    inner: Arc<Inner>,
+}
+
+impl RecorderHandle {
+    /// A request starts. If the process dies before it ends, this becomes its row, with status `proxy_restart`.
+    /// Never waits.
+    pub fn begin(&self, record: Record) {
+        let bytes = record.approximate_bytes();
+        if !self.inner.shared.offer(Item::Begin(Box::new(record)), bytes) {
+            self.dropped_other("begin");
+        }
+    }
+
+    /// A request has ended: its rows, one per choice. They are kept together or lost together. Never waits.
+    pub fn record(&self, records: Vec<Record>) {
+        if records.is_empty() {
+            return;
+        }
+        let rows = records.len() as u64;
+        let bytes = records.iter().map(Record::approximate_bytes).sum();
+        let mut request_ids: Vec<String> = records.iter().map(|record| record.request_id.clone()).collect();
+        if self.inner.shared.offer(Item::Records(records), bytes) {
+            return;
+        }
+        self.inner.shared.counters.dropped_rows.fetch_add(rows, Relaxed);
+        metrics::counter!("draftsmith_record_dropped_total", "what" => "rows").increment(rows);
+        // Or each would come back as `proxy_restart`, which it was not.
+        request_ids.dedup();
+        for request_id in request_ids {
+            self.abandon(request_id);
+        }
+    }
+
+    /// A request that had begun will not be recorded (sampled out, opted out). Never waits.
+    pub fn abandon(&self, request_id: impl Into<String>) {
+        self.inner.shared.push(Item::Abandon(request_id.into()));
+    }
+
+    /// The token ids that the engine saw for one choice, and what became of its states. May come a little before its
+    /// row. Never waits.
+    pub fn join_ids(
+        &self,
+        request_id: impl Into<String>,
+        choice_index: u32,
+        prompt_token_ids: Vec<i32>,
+        output_token_ids: Vec<i32>,
+        states_status: impl Into<String>,
+    ) {
+        let ids = prompt_token_ids.len() + output_token_ids.len();
+        let join = Join {
+            request_id: request_id.into(),
+            choice_index,
+            prompt_token_ids,
+            output_token_ids,
+            states_status: states_status.into(),
+        };
+        if !self.inner.shared.offer(Item::Join(join), 256 + ids * size_of::<i32>()) {
+            self.dropped_other("join");
+        }
+    }
+
+    fn dropped_other(&self, what: &'static str) {
+        self.inner.shared.counters.dropped_other.fetch_add(1, Relaxed);
+        metrics::counter!("draftsmith_record_dropped_total", "what" => what).increment(1);
+    }
+
+    /// Waits until all that was handed over is on disk. Blocks the thread: not for async code.
+    pub fn flush(&self) -> Result<(), RecordError> {
+        self.ask(Item::Flush)
+    }
+
+    /// Waits until all rows handed over are in `records/`, with the ids that come in time. Blocks the thread.
+    pub fn seal(&self) -> Result<(), RecordError> {
+        self.ask(Item::Seal)
+    }
+
+    /// Seals everything and stops; requests still running become `proxy_restart` rows. Blocks the thread, for up to the
+    /// join timeout and the sealing itself. What other handles record afterwards is dropped and counted.
+    pub fn shutdown(&self) -> Result<(), RecordError> {
+        // Sealed first while ids can still come; what is recorded meanwhile is sealed by the stop.
+        if let Err(error) = self.seal() {
+            tracing::warn!(%error, "not all rows were sealed; trying once more before the stop");
+        }
+        let outcome = self.ask(|reply| Item::Stop(Some(reply)));
+        self.inner.join();
+        outcome
+    }
+
+    pub fn stats(&self) -> RecorderStats {
+        self.inner.shared.counters.snapshot()
+    }
+
+    fn ask(&self, item: impl FnOnce(Reply) -> Item) -> Result<(), RecordError> {
+        let (reply, answer) = channel();
+        if !self.inner.shared.push(item(reply)) {
+            return Err(RecordError::Stopped);
+        }
+        answer.recv().unwrap_or(Err(RecordError::Stopped))
+    }
+}

@@ -1,0 +1,459 @@
+//! One row per choice of each recorded request. schemas/records.md says what each column means.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+/// How a choice ended. Every recorded request ends in exactly one of these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    /// The model ended by itself: stop, tool calls.
+    Ok,
+    /// The model hit the token limit.
+    Length,
+    /// The client went away.
+    Cancelled,
+    /// vLLM aborted the request.
+    Aborted,
+    /// vLLM or the proxy refused the request (4xx).
+    ClientError,
+    /// vLLM failed (5xx, or an error inside a stream) or could not be reached.
+    UpstreamError,
+    /// The stream ended without its end mark.
+    Truncated,
+    /// The proxy died or was stopped while the request was running.
+    ProxyRestart,
+}
+
+impl Status {
+    pub const ALL: [Status; 8] = [
+        Status::Ok,
+        Status::Length,
+        Status::Cancelled,
+        Status::Aborted,
+        Status::ClientError,
+        Status::UpstreamError,
+        Status::Truncated,
+        Status::ProxyRestart,
+    ];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Status::Ok => "ok",
+            Status::Length => "length",
+            Status::Cancelled => "cancelled",
+            Status::Aborted => "aborted",
+            Status::ClientError => "client_error",
+            Status::UpstreamError => "upstream_error",
+            Status::Truncated => "truncated",
+            Status::ProxyRestart => "proxy_restart",
+        }
+    }
+
+    pub fn parse(text: &str) -> Option<Status> {
+        Status::ALL.into_iter().find(|status| status.as_str() == text)
+    }
+
+    /// Whether the engine ran the request, so that its hidden states and token ids may still arrive.
+    pub(super) fn engine_ran(self) -> bool {
+        matches!(self, Status::Ok | Status::Length | Status::Cancelled | Status::Aborted | Status::Truncated)
+    }
+}
+
+/// Where the traffic came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    Live,
+    Replay,
+}
+
+impl Source {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Source::Live => "live",
+            Source::Replay => "replay",
+        }
+    }
+
+    pub fn parse(text: &str) -> Option<Source> {
+        match text {
+            "live" => Some(Source::Live),
+            "replay" => Some(Source::Replay),
+            _ => None,
+        }
+    }
+}
+
+/// Which side of the held-out boundary the conversation is on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Split {
+    Train,
+    HeldOut,
+}
+
+impl Split {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Split::Train => "train",
+            Split::HeldOut => "held_out",
+        }
+    }
+
+    pub fn parse(text: &str) -> Option<Split> {
+        match text {
+            "train" => Some(Split::Train),
+            "held_out" => Some(Split::HeldOut),
+            _ => None,
+        }
+    }
+}
+
+/// One message of a chat request.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Message {
+    pub role: String,
+    /// The text. Of content in parts: the text parts, joined.
+    pub content: Option<String>,
+    pub name: Option<String>,
+    pub tool_call_id: Option<String>,
+    pub tool_calls_json: Option<String>,
+    /// The content as it was sent, when it was not a string.
+    pub content_json: Option<String>,
+}
+
+impl Message {
+    /// Reads one message of a request; anything that is missing or of another type is left out.
+    pub fn from_json(message: &serde_json::Value) -> Message {
+        let field = |name: &str| message.get(name).and_then(|value| value.as_str()).map(str::to_owned);
+        let content_value = message.get("content").filter(|value| !value.is_null());
+        let (content, content_json) = match content_value {
+            None => (None, None),
+            Some(serde_json::Value::String(text)) => (Some(text.clone()), None),
+            Some(other) => (text_of_parts(other), Some(other.to_string())),
+        };
+        Message {
+            role: field("role").unwrap_or_default(),
+            content,
+            name: field("name"),
+            tool_call_id: field("tool_call_id"),
+            tool_calls_json: message
+                .get("tool_calls")
+                .filter(|value| !value.is_null())
+                .map(|value| value.to_string()),
+            content_json,
+        }
+    }
+}
+
+fn text_of_parts(content: &serde_json::Value) -> Option<String> {
+    let mut text = String::new();
+    let mut found = false;
+    for part in content.as_array()? {
+        if let Some(piece) = part.get("text").and_then(|value| value.as_str()) {
+            text.push_str(piece);
+            found = true;
+        }
+    }
+    found.then_some(text)
+}
+
+/// The `messages` of a chat request; `None` when it is not a list.
+pub fn messages_from_json(messages: &serde_json::Value) -> Option<Vec<Message>> {
+    Some(messages.as_array()?.iter().map(Message::from_json).collect())
+}
+
+/// One choice of one recorded request. `None` means unknown or not there.
+///
+/// Made with [`Record::new`] and struct update syntax:
+/// `Record { model: Some(name), ..Record::new(request_id, endpoint, started_at) }`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Record {
+    /// UUIDv7, unique over all rows.
+    pub record_id: String,
+    /// The id that vLLM saw. Must be unique per request: rows, token ids and states meet by it.
+    pub request_id: String,
+    pub choice_index: u32,
+    pub conversation_id: Option<String>,
+    /// Microseconds since the Unix epoch, UTC, as are the two below.
+    pub started_at: i64,
+    pub first_byte_at: Option<i64>,
+    pub finished_at: Option<i64>,
+    /// The path, such as `/v1/chat/completions`.
+    pub endpoint: String,
+    pub model: Option<String>,
+    pub stream: bool,
+    pub status: Status,
+    pub http_status: Option<u16>,
+    pub finish_reason: Option<String>,
+    pub messages: Option<Vec<Message>>,
+    /// The prompt of a completions request; its JSON when it was not a string.
+    pub prompt: Option<String>,
+    pub tools_json: Option<String>,
+    /// The rest of the request: everything but model, messages, prompt and tools.
+    pub params_json: Option<String>,
+    pub reasoning: Option<String>,
+    pub content: Option<String>,
+    pub tool_calls_json: Option<String>,
+    pub prompt_token_ids: Option<Vec<i32>>,
+    pub output_token_ids: Option<Vec<i32>>,
+    pub prompt_tokens: Option<i64>,
+    pub completion_tokens: Option<i64>,
+    pub cached_tokens: Option<i64>,
+    pub reasoning_tokens: Option<i64>,
+    /// The id of the draft head that was live.
+    pub draft_head: Option<String>,
+    pub drafted_tokens: Option<i64>,
+    pub accepted_tokens: Option<i64>,
+    pub source: Source,
+    pub split: Split,
+    pub tenant_hash: Option<String>,
+    pub refusal: Option<String>,
+    pub logprobs_json: Option<String>,
+    /// What was taken out before recording; `None` when nothing was.
+    pub redaction: Option<String>,
+    /// What became of the hidden states. A row that has it waits for no join.
+    pub states_status: Option<String>,
+    #[serde(with = "raw_bytes")]
+    pub raw_request: Option<Vec<u8>>,
+    #[serde(with = "raw_bytes")]
+    pub raw_response: Option<Vec<u8>>,
+}
+
+impl Record {
+    /// A row with a fresh id, status `proxy_restart` (true until the end is known), live traffic, split `train`.
+    /// `started_at` is in microseconds since the Unix epoch.
+    pub fn new(request_id: impl Into<String>, endpoint: impl Into<String>, started_at: i64) -> Record {
+        Record {
+            record_id: Uuid::now_v7().to_string(),
+            request_id: request_id.into(),
+            choice_index: 0,
+            conversation_id: None,
+            started_at,
+            first_byte_at: None,
+            finished_at: None,
+            endpoint: endpoint.into(),
+            model: None,
+            stream: false,
+            status: Status::ProxyRestart,
+            http_status: None,
+            finish_reason: None,
+            messages: None,
+            prompt: None,
+            tools_json: None,
+            params_json: None,
+            reasoning: None,
+            content: None,
+            tool_calls_json: None,
+            prompt_token_ids: None,
+            output_token_ids: None,
+            prompt_tokens: None,
+            completion_tokens: None,
+            cached_tokens: None,
+            reasoning_tokens: None,
+            draft_head: None,
+            drafted_tokens: None,
+            accepted_tokens: None,
+            source: Source::Live,
+            split: Split::Train,
+            tenant_hash: None,
+            refusal: None,
+            logprobs_json: None,
+            redaction: None,
+            states_status: None,
+            raw_request: None,
+            raw_response: None,
+        }
+    }
+
+    /// The same request as another choice, with its own record id.
+    pub fn for_choice(&self, choice_index: u32) -> Record {
+        Record { record_id: Uuid::now_v7().to_string(), choice_index, ..self.clone() }
+    }
+
+    /// Sets the conversation and, from it alone, the split. Without a conversation the request is its own.
+    pub fn with_conversation(mut self, conversation_id: Option<String>, held_out_fraction: f64) -> Record {
+        let key = conversation_id.as_deref().unwrap_or(&self.request_id);
+        let held_out = crate::store::is_held_out(key, held_out_fraction);
+        self.split = if held_out { Split::HeldOut } else { Split::Train };
+        self.conversation_id = conversation_id;
+        self
+    }
+
+    /// About how many bytes the row holds in memory; what the recorder's bound counts.
+    pub(super) fn approximate_bytes(&self) -> usize {
+        let texts = [
+            &self.prompt,
+            &self.tools_json,
+            &self.params_json,
+            &self.reasoning,
+            &self.content,
+            &self.tool_calls_json,
+            &self.refusal,
+            &self.logprobs_json,
+        ];
+        let mut bytes = size_of::<Record>() + 256;
+        for text in texts {
+            bytes += text.as_ref().map_or(0, String::len);
+        }
+        for ids in [&self.prompt_token_ids, &self.output_token_ids] {
+            bytes += ids.as_ref().map_or(0, |ids| ids.len() * size_of::<i32>());
+        }
+        for raw in [&self.raw_request, &self.raw_response] {
+            bytes += raw.as_ref().map_or(0, Vec::len);
+        }
+        for message in self.messages.iter().flatten() {
+            bytes += size_of::<Message>() + message.role.len();
+            let parts = [&message.content, &message.name, &message.tool_calls_json, &message.content_json];
+            bytes += parts.iter().map(|part| part.as_ref().map_or(0, String::len)).sum::<usize>();
+        }
+        bytes
+    }
+}
+
+/// The present as a column holds it.
+pub fn now_micros() -> i64 {
+    let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(since_epoch.as_micros()).unwrap_or(i64::MAX)
+}
+
+/// Bodies are almost always UTF-8, and a JSON list of numbers would take four times the room in the WAL.
+mod raw_bytes {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    #[derive(Serialize, Deserialize)]
+    #[serde(untagged)]
+    enum Raw<Text, Bytes> {
+        Text(Text),
+        Bytes(Bytes),
+    }
+
+    pub fn serialize<S: Serializer>(raw: &Option<Vec<u8>>, serializer: S) -> Result<S::Ok, S::Error> {
+        let value: Option<Raw<&str, &[u8]>> = raw.as_ref().map(|bytes| match std::str::from_utf8(bytes) {
+            Ok(text) => Raw::Text(text),
+            Err(_) => Raw::Bytes(bytes.as_slice()),
+        });
+        value.serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<u8>>, D::Error> {
+        let value: Option<Raw<String, Vec<u8>>> = Option::deserialize(deserializer)?;
+        Ok(value.map(|raw| match raw {
+            Raw::Text(text) => text.into_bytes(),
+            Raw::Bytes(bytes) => bytes,
+        }))
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A row with something in every column.
+    pub fn full_record(request_id: &str) -> Record {
+        let some = |text: &str| Some(text.to_owned());
+        Record {
+            choice_index: 1,
+            conversation_id: some("conversation"),
+            first_byte_at: Some(1_764_437_000_100_000),
+            finished_at: Some(1_764_437_001_000_001),
+            model: some("model"),
+            stream: true,
+            status: Status::Ok,
+            http_status: Some(200),
+            finish_reason: some("stop"),
+            messages: Some(vec![
+                Message { role: "user".into(), content: some("héllo"), ..Message::default() },
+                Message {
+                    role: "tool".into(),
+                    tool_call_id: some("call"),
+                    name: some("n"),
+                    ..Message::default()
+                },
+            ]),
+            prompt: some("prompt"),
+            tools_json: some("[]"),
+            params_json: some("{\"temperature\":0}"),
+            reasoning: some("because"),
+            content: some("line\n\u{1F600}"),
+            tool_calls_json: some("[1]"),
+            prompt_token_ids: Some(vec![1, 2, 3]),
+            output_token_ids: Some(vec![4, 5]),
+            prompt_tokens: Some(3),
+            completion_tokens: Some(2),
+            cached_tokens: Some(1),
+            reasoning_tokens: Some(0),
+            draft_head: some("head"),
+            drafted_tokens: Some(6),
+            accepted_tokens: Some(4),
+            source: Source::Replay,
+            split: Split::HeldOut,
+            tenant_hash: some("hash"),
+            refusal: some("no"),
+            logprobs_json: some("{}"),
+            redaction: some("rules"),
+            states_status: some("stored"),
+            raw_request: Some(b"{}".to_vec()),
+            raw_response: Some(vec![0xff, 0x00, 0x80]),
+            ..Record::new(request_id, "/v1/chat/completions", 1_764_437_000_000_000)
+        }
+    }
+
+    #[test]
+    fn json_keeps_every_field_and_bytes_that_are_not_text() {
+        for record in [full_record("a"), Record::new("b", "/v1/completions", 5)] {
+            let text = serde_json::to_string(&record).unwrap();
+            assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+        }
+        assert!(serde_json::to_string(&full_record("a")).unwrap().contains(r#""raw_request":"{}""#));
+    }
+
+    #[test]
+    fn message_content_is_text_and_parts_stay_whole() {
+        let parts = serde_json::json!([
+            {"role": "user", "content": [{"type": "text", "text": "what is "}, {"type": "image_url", "image_url": {}},
+                {"type": "text", "text": "this"}]},
+            {"role": "assistant", "content": null, "tool_calls": [{"id": "c"}]},
+            {"role": "tool", "content": "42", "tool_call_id": "c"},
+        ]);
+        let messages = messages_from_json(&parts).unwrap();
+        assert_eq!(messages[0].content.as_deref(), Some("what is this"));
+        assert_eq!(messages[0].content_json.as_deref(), Some(parts[0]["content"].to_string().as_str()));
+        assert_eq!(messages[1].content, None);
+        assert_eq!(messages[1].tool_calls_json.as_deref(), Some(r#"[{"id":"c"}]"#));
+        assert_eq!(messages[2].content.as_deref(), Some("42"));
+        assert_eq!(messages[2].content_json, None);
+        assert_eq!(messages[2].tool_call_id.as_deref(), Some("c"));
+        assert!(messages_from_json(&serde_json::json!("text")).is_none());
+    }
+
+    #[test]
+    fn names_are_the_same_in_json_and_in_the_column() {
+        for status in Status::ALL {
+            assert_eq!(serde_json::to_string(&status).unwrap(), format!("{:?}", status.as_str()));
+            assert_eq!(Status::parse(status.as_str()), Some(status));
+        }
+        assert_eq!(Status::parse("done"), None);
+        for split in [Split::Train, Split::HeldOut] {
+            assert_eq!(serde_json::to_string(&split).unwrap(), format!("{:?}", split.as_str()));
+            assert_eq!(Split::parse(split.as_str()), Some(split));
+        }
+        for source in [Source::Live, Source::Replay] {
+            assert_eq!(serde_json::to_string(&source).unwrap(), format!("{:?}", source.as_str()));
+            assert_eq!(Source::parse(source.as_str()), Some(source));
+        }
+    }
+
+    #[test]
+    fn choices_share_the_request_and_its_split() {
+        let first = Record::new("r", "/v1/completions", 1).with_conversation(Some("c".into()), 1.0);
+        let second = first.for_choice(1);
+        assert_eq!(first.split, Split::HeldOut);
+        assert_eq!(second.split, Split::HeldOut);
+        assert_ne!(first.record_id, second.record_id);
+        assert_eq!(second.choice_index, 1);
+    }
+}

@@ -1,0 +1,503 @@
+//! Sealing: a WAL segment becomes Parquet files, one per hour that its rows started in, and is deleted.
+//!
+//! The files are named after the segment and hold a function of its bytes alone, so a process that was killed anywhere
+//! in between does the same again over the same names: no row is lost and none is there twice.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use parquet::arrow::ArrowWriter;
+use parquet::basic::{Compression, ZstdLevel};
+use parquet::file::metadata::KeyValue;
+use parquet::file::properties::{EnabledStatistics, WriterProperties};
+use parquet::schema::types::ColumnPath;
+
+use super::columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema, to_batch};
+use super::error::RecordError;
+use super::recorder::Counters;
+use super::row::{Record, Status};
+use super::wal::{self, Frame, Join, Stop};
+use crate::store::{DataDir, rename_durably};
+
+/// A row group ends at the first of these.
+const ROW_GROUP_ROWS: usize = 1024;
+const ROW_GROUP_BYTES: usize = 16 << 20;
+const RETRY: Duration = Duration::from_secs(5);
+const TEMPORARY: &str = "tmp";
+
+/// Long texts: their smallest and largest value help no reader.
+const TEXT_COLUMNS: [&str; 11] = [
+    "prompt",
+    "tools_json",
+    "params_json",
+    "reasoning",
+    "content",
+    "tool_calls_json",
+    "refusal",
+    "logprobs_json",
+    "redaction",
+    "raw_request",
+    "raw_response",
+];
+
+pub(super) enum SealJob {
+    /// What an earlier process left, oldest first.
+    Recover(Vec<PathBuf>),
+    Segment(PathBuf),
+    /// Answered when everything before it was tried.
+    Barrier(Sender<Result<(), RecordError>>),
+}
+
+/// What sealing one segment did.
+#[derive(Debug, Default, PartialEq)]
+pub(super) struct SealReport {
+    pub rows: u64,
+    pub files: u64,
+    /// Rows of requests that had begun and never ended.
+    pub restarted: u64,
+    pub stop: Option<Stop>,
+}
+
+struct Pending {
+    path: PathBuf,
+    recovered: bool,
+    /// Requests that another segment answers for.
+    elsewhere: HashSet<String>,
+}
+
+/// The sealing thread. Ends when the last sender is gone and all was tried once more.
+pub(super) fn run(data: &DataDir, jobs: &Receiver<SealJob>, counters: &Counters) {
+    let mut pending: Vec<Pending> = Vec::new();
+    loop {
+        let job = if pending.is_empty() {
+            jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
+        } else {
+            jobs.recv_timeout(RETRY)
+        };
+        let mut barrier = None;
+        match job {
+            Ok(SealJob::Recover(paths)) => pending.extend(plan_recovery(paths)),
+            Ok(SealJob::Segment(path)) => {
+                pending.push(Pending { path, recovered: false, elsewhere: HashSet::new() });
+            }
+            Ok(SealJob::Barrier(reply)) => barrier = Some(reply),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+        pending = seal_all(data, pending, counters);
+        if let Some(reply) = barrier {
+            let outcome = if pending.is_empty() { Ok(()) } else { Err(RecordError::Unsealed(pending.len())) };
+            // Nobody waits for the answer any more: nothing to tell.
+            let _ = reply.send(outcome);
+        }
+    }
+}
+
+/// Seals what it can and gives back the rest. Left-over segments go strictly in order: a request may be begun in an older
+/// one and ended in a newer one, and the newer one must not go first.
+fn seal_all(data: &DataDir, pending: Vec<Pending>, counters: &Counters) -> Vec<Pending> {
+    let mut left = Vec::new();
+    let mut recovery_blocked = false;
+    for segment in pending {
+        if segment.recovered && recovery_blocked {
+            left.push(segment);
+            continue;
+        }
+        match seal_segment(data, &segment.path, &segment.elsewhere) {
+            Ok(report) => counters.sealed(&report, &segment.path),
+            Err(error) => {
+                counters.disk_error("seal", &error);
+                recovery_blocked |= segment.recovered;
+                left.push(segment);
+            }
+        }
+    }
+    left
+}
+
+/// A begun request belongs to the newest segment that knows it: a crash while the running requests were being carried
+/// over leaves it in two.
+fn plan_recovery(paths: Vec<PathBuf>) -> Vec<Pending> {
+    let mut later: HashSet<String> = HashSet::new();
+    let mut plan = Vec::new();
+    for path in paths.into_iter().rev() {
+        let elsewhere = later.clone();
+        match wal::read(&path) {
+            Ok(content) => {
+                for frame in &content.frames {
+                    match frame {
+                        Frame::Records(records) => {
+                            later.extend(records.iter().map(|row| row.request_id.clone()))
+                        }
+                        Frame::Begin(record) => {
+                            later.insert(record.request_id.clone());
+                        }
+                        Frame::Abandon(request_id) => {
+                            later.insert(request_id.clone());
+                        }
+                        Frame::Join(_) | Frame::Carried => {}
+                    }
+                }
+            }
+            // Sealing it will meet the same error, count it and try again.
+            Err(error) => tracing::warn!(%error, "a left-over WAL segment cannot be read"),
+        }
+        plan.push(Pending { path, recovered: true, elsewhere });
+    }
+    plan.reverse();
+    plan
+}
+
+/// Writes the segment's rows under `records/`, then deletes it. `elsewhere`: begun requests to leave to other segments.
+pub(super) fn seal_segment(
+    data: &DataDir,
+    path: &Path,
+    elsewhere: &HashSet<String>,
+) -> Result<SealReport, RecordError> {
+    let content = wal::read(path)?;
+    let (rows, restarted) = fold(content.frames, elsewhere);
+    let mut report = SealReport { rows: rows.len() as u64, files: 0, restarted, stop: content.stop };
+
+    let mut partitions: BTreeMap<String, Vec<Record>> = BTreeMap::new();
+    for row in rows {
+        partitions.entry(partition(row.started_at)).or_default().push(row);
+    }
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    for (directory, partition_rows) in &partitions {
+        let target = data.records().join(directory).join(format!("{stem}-{}.parquet", content.writer));
+        // Not beside the target: nothing but whole Parquet files is ever in the tree.
+        let temporary = data.wal().join(format!(".{stem}.{TEMPORARY}"));
+        write_parquet(&temporary, partition_rows)?;
+        create_partition(&data.records(), directory)?;
+        rename_durably(&temporary, &target).map_err(RecordError::disk("publish", &target))?;
+        report.files += 1;
+    }
+
+    match content.stop {
+        Some(Stop::Damaged { .. }) => {
+            let kept = path.with_extension("damaged");
+            fs::rename(path, &kept).map_err(RecordError::disk("keep the damaged", path))?;
+        }
+        Some(Stop::Torn { .. }) | None => fs::remove_file(path).map_err(RecordError::disk("delete", path))?,
+    }
+    sync_directory(&data.wal())?;
+    Ok(report)
+}
+
+/// The rows that a segment's frames come to, in the order in which they were written, and how many are `proxy_restart`.
+fn fold(frames: Vec<Frame>, elsewhere: &HashSet<String>) -> (Vec<Record>, u64) {
+    let mut rows: Vec<Record> = Vec::new();
+    let mut seen: HashSet<String> = HashSet::new();
+    let mut joins: HashMap<(String, u32), Join> = HashMap::new();
+    let mut running: BTreeMap<String, Record> = BTreeMap::new();
+    for frame in frames {
+        match frame {
+            Frame::Records(records) => {
+                for record in records {
+                    running.remove(&record.request_id);
+                    if seen.insert(record.record_id.clone()) {
+                        rows.push(record);
+                    }
+                }
+            }
+            Frame::Join(join) => {
+                joins.insert((join.request_id.clone(), join.choice_index), join);
+            }
+            Frame::Begin(record) => {
+                running.insert(record.request_id.clone(), *record);
+            }
+            Frame::Abandon(request_id) => {
+                running.remove(&request_id);
+            }
+            Frame::Carried => running.clear(),
+        }
+    }
+    for row in &mut rows {
+        if let Some(join) = joins.get(&(row.request_id.clone(), row.choice_index)) {
+            join.apply(row);
+        }
+    }
+    let mut restarted = 0;
+    for (request_id, record) in running {
+        if elsewhere.contains(&request_id) || !seen.insert(record.record_id.clone()) {
+            continue;
+        }
+        rows.push(Record { status: Status::ProxyRestart, ..record });
+        restarted += 1;
+    }
+    (rows, restarted)
+}
+
+/// `dt=2026-11-29/hour=17`, in UTC. A time that no calendar holds goes to the epoch.
+fn partition(started_at: i64) -> String {
+    let timestamp = jiff::Timestamp::from_microsecond(started_at).unwrap_or(jiff::Timestamp::UNIX_EPOCH);
+    let moment = jiff::tz::Offset::UTC.to_datetime(timestamp);
+    format!("dt={}/hour={:02}", moment.date(), moment.hour())
+}
+
+fn create_partition(records: &Path, directory: &str) -> Result<(), RecordError> {
+    let target = records.join(directory);
+    if target.is_dir() {
+        return Ok(());
+    }
+    fs::create_dir_all(&target).map_err(RecordError::disk("create", &target))?;
+    // The names of new directories must survive a crash as well as the file in them.
+    for level in [target.as_path(), target.parent().unwrap_or(records), records] {
+        sync_directory(level)?;
+    }
+    Ok(())
+}
+
+fn sync_directory(path: &Path) -> Result<(), RecordError> {
+    let synced = File::open(path).and_then(|directory| directory.sync_all());
+    synced.map_err(RecordError::disk("sync", path))
+}
+
+fn write_parquet(path: &Path, rows: &[Record]) -> Result<(), RecordError> {
+    let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
+    let file = opened.map_err(RecordError::disk("create", path))?;
+    let mut writer = ArrowWriter::try_new(&file, schema(), Some(properties()))
+        .map_err(RecordError::parquet("write", path))?;
+    let mut rest = rows;
+    while !rest.is_empty() {
+        let (group, after) = rest.split_at(row_group_length(rest));
+        let batch =
+            to_batch(group).map_err(|source| RecordError::Rows { path: path.to_path_buf(), source })?;
+        writer.write(&batch).map_err(RecordError::parquet("write", path))?;
+        writer.flush().map_err(RecordError::parquet("write", path))?;
+        rest = after;
+    }
+    writer.close().map_err(RecordError::parquet("write", path))?;
+    file.sync_all().map_err(RecordError::disk("sync", path))
+}
+
+fn row_group_length(rows: &[Record]) -> usize {
+    let mut bytes = 0;
+    for (index, row) in rows.iter().take(ROW_GROUP_ROWS).enumerate() {
+        bytes += row.approximate_bytes();
+        if bytes > ROW_GROUP_BYTES {
+            return index.max(1);
+        }
+    }
+    rows.len().min(ROW_GROUP_ROWS)
+}
+
+fn properties() -> WriterProperties {
+    let version = KeyValue::new(SCHEMA_VERSION_KEY.to_owned(), SCHEMA_VERSION.to_owned());
+    let mut builder = WriterProperties::builder()
+        .set_compression(Compression::ZSTD(ZstdLevel::try_new(3).unwrap_or_default()))
+        .set_created_by(format!("draftsmith version {}", env!("CARGO_PKG_VERSION")))
+        .set_key_value_metadata(Some(vec![version]));
+    for column in TEXT_COLUMNS {
+        builder = builder.set_column_statistics_enabled(ColumnPath::from(column), EnabledStatistics::None);
+    }
+    builder.build()
+}
+
+/// What an earlier process was writing when it died; nothing points at it.
+pub(super) fn remove_temporaries(wal: &Path) -> Result<(), RecordError> {
+    for entry in fs::read_dir(wal).map_err(RecordError::disk("list", wal))? {
+        let path = entry.map_err(RecordError::disk("list", wal))?.path();
+        if path.extension().is_some_and(|extension| extension == TEMPORARY) {
+            fs::remove_file(&path).map_err(RecordError::disk("delete", &path))?;
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn spawn(
+    data: DataDir,
+    jobs: Receiver<SealJob>,
+    counters: Arc<Counters>,
+) -> Result<std::thread::JoinHandle<()>, RecordError> {
+    std::thread::Builder::new()
+        .name("record-seal".into())
+        .spawn(move || run(&data, &jobs, &counters))
+        .map_err(|source| RecordError::Thread { name: "record-seal", source })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+    use crate::record::row::tests::full_record;
+    use crate::record::wal::SegmentFile;
+    use crate::record::{files, rows};
+
+    const HOUR: i64 = 3_600_000_000;
+
+    fn segment(data: &DataDir, frames: &[Frame]) -> PathBuf {
+        data.create().unwrap();
+        let mut file = SegmentFile::new(&data.wal(), "w");
+        for frame in frames {
+            file.append(frame).unwrap();
+        }
+        file.flush().unwrap();
+        file.path().to_path_buf()
+    }
+
+    fn begin(request_id: &str) -> Frame {
+        Frame::Begin(Box::new(Record::new(request_id, "/v1/completions", 1)))
+    }
+
+    fn sealed(data: &DataDir) -> Vec<(String, Status)> {
+        let mut found: Vec<(String, Status)> =
+            rows(data).unwrap().map(|row| row.unwrap()).map(|row| (row.request_id, row.status)).collect();
+        found.sort();
+        found
+    }
+
+    #[test]
+    fn partition_is_the_hour_of_the_start_in_utc() {
+        assert_eq!(partition(1_764_437_000_000_000), "dt=2025-11-29/hour=17");
+        assert_eq!(partition(0), "dt=1970-01-01/hour=00");
+        assert_eq!(partition(i64::MAX), "dt=1970-01-01/hour=00");
+    }
+
+    #[test]
+    fn rows_go_to_their_hours_with_ids_joined_and_the_segment_is_gone() {
+        let directory = tempfile::tempdir().unwrap();
+        let data = DataDir::new(directory.path());
+        let first = full_record("a");
+        let second = Record { started_at: first.started_at + HOUR, ..Record::new("b", "/v1/completions", 0) };
+        let join = Join {
+            request_id: "b".into(),
+            choice_index: 0,
+            prompt_token_ids: vec![9, 8],
+            output_token_ids: vec![7],
+            states_status: "stored".into(),
+        };
+        let again = Frame::Records(vec![first.clone()]);
+        let path = segment(&data, &[again.clone(), Frame::Records(vec![second]), again, Frame::Join(join)]);
+        let report = seal_segment(&data, &path, &HashSet::new()).unwrap();
+        assert_eq!(report, SealReport { rows: 2, files: 2, restarted: 0, stop: None });
+
+        let found = files(&data).unwrap();
+        let stem = path.file_stem().unwrap().to_str().unwrap();
+        for (file, hour) in found.iter().zip(["17", "18"]) {
+            let expected = data.records().join(format!("dt=2025-11-29/hour={hour}/{stem}-w.parquet"));
+            assert_eq!(*file, expected);
+            assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600);
+        }
+        assert_eq!(fs::read_dir(data.wal()).unwrap().count(), 0);
+        let read: Vec<_> = rows(&data).unwrap().map(|row| row.unwrap()).collect();
+        assert_eq!(read[0].output_token_ids, first.output_token_ids);
+        assert_eq!(read[1].prompt_token_ids, Some(vec![9, 8]));
+        assert_eq!(read[1].output_token_ids, Some(vec![7]));
+    }
+
+    #[test]
+    fn sealing_again_after_a_kill_before_the_delete_gives_the_same_bytes() {
+        let directory = tempfile::tempdir().unwrap();
+        let data = DataDir::new(directory.path());
+        let path = segment(
+            &data,
+            &[begin("x"), Frame::Records(vec![full_record("a"), full_record("b")]), begin("y")],
+        );
+        let bytes = fs::read(&path).unwrap();
+        seal_segment(&data, &path, &HashSet::new()).unwrap();
+        let before: Vec<Vec<u8>> = files(&data).unwrap().iter().map(|file| fs::read(file).unwrap()).collect();
+        fs::write(&path, &bytes).unwrap();
+        seal_segment(&data, &path, &HashSet::new()).unwrap();
+        let after: Vec<Vec<u8>> = files(&data).unwrap().iter().map(|file| fs::read(file).unwrap()).collect();
+        assert_eq!(before.len(), 2);
+        assert_eq!(before, after);
+    }
+
+    #[test]
+    fn unended_requests_become_one_row_each() {
+        let directory = tempfile::tempdir().unwrap();
+        let data = DataDir::new(directory.path());
+        let ended = Frame::Records(vec![full_record("ended")]);
+        let path = segment(
+            &data,
+            &[begin("ended"), begin("open"), begin("gone"), ended, Frame::Abandon("gone".into())],
+        );
+        let report = seal_segment(&data, &path, &HashSet::new()).unwrap();
+        assert_eq!((report.rows, report.restarted), (2, 1));
+        assert_eq!(sealed(&data), [("ended".into(), Status::Ok), ("open".into(), Status::ProxyRestart)]);
+    }
+
+    #[test]
+    fn request_carried_over_by_a_dying_process_is_the_newest_segments_row() {
+        let directory = tempfile::tempdir().unwrap();
+        let data = DataDir::new(directory.path());
+        // Killed after the next segment was synced and before the first was marked.
+        let first = segment(&data, &[begin("x"), begin("y"), begin("z")]);
+        let ended = Frame::Records(vec![full_record("y")]);
+        let second = segment(&data, &[begin("x"), begin("y"), ended]);
+        let counters = Counters::default();
+        let left = seal_all(&data, plan_recovery(vec![first, second]), &counters);
+        assert!(left.is_empty());
+        let expected = [
+            ("x".into(), Status::ProxyRestart),
+            ("y".into(), Status::Ok),
+            ("z".into(), Status::ProxyRestart),
+        ];
+        assert_eq!(sealed(&data), expected);
+    }
+
+    #[test]
+    fn carried_requests_are_not_rows_of_the_segment_they_left() {
+        let directory = tempfile::tempdir().unwrap();
+        let data = DataDir::new(directory.path());
+        let path = segment(&data, &[begin("x"), Frame::Carried]);
+        assert_eq!(seal_segment(&data, &path, &HashSet::new()).unwrap().rows, 0);
+        assert!(files(&data).unwrap().is_empty());
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn torn_segment_is_sealed_to_its_last_whole_frame_and_a_damaged_one_is_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let data = DataDir::new(directory.path());
+        let path =
+            segment(&data, &[Frame::Records(vec![full_record("a")]), Frame::Records(vec![full_record("b")])]);
+        let mut bytes = fs::read(&path).unwrap();
+        fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+        let report = seal_segment(&data, &path, &HashSet::new()).unwrap();
+        assert!(matches!(report.stop, Some(Stop::Torn { .. })));
+        assert_eq!(sealed(&data), [("a".into(), Status::Ok)]);
+        assert!(!path.exists());
+
+        let last = bytes.len() - 1;
+        bytes[last] ^= 1;
+        fs::write(&path, &bytes).unwrap();
+        let report = seal_segment(&data, &path, &HashSet::new()).unwrap();
+        assert!(matches!(report.stop, Some(Stop::Damaged { .. })));
+        assert_eq!(sealed(&data), [("a".into(), Status::Ok)]);
+        assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), bytes);
+    }
+
+    #[test]
+    fn segment_that_cannot_be_sealed_stays_and_holds_back_the_newer_left_overs() {
+        let directory = tempfile::tempdir().unwrap();
+        let data = DataDir::new(directory.path());
+        let first = segment(&data, &[Frame::Records(vec![full_record("a")])]);
+        let second = segment(&data, &[Frame::Records(vec![full_record("b")])]);
+        fs::remove_dir(data.records()).unwrap();
+        fs::write(data.records(), "in the way").unwrap();
+        let counters = Counters::default();
+        let left = seal_all(&data, plan_recovery(vec![first.clone(), second.clone()]), &counters);
+        assert_eq!(left.len(), 2);
+        assert_eq!(counters.snapshot().disk_errors, 1);
+        assert!(first.exists() && second.exists());
+        fs::remove_file(data.records()).unwrap();
+        fs::create_dir(data.records()).unwrap();
+        assert!(seal_all(&data, left, &counters).is_empty());
+        assert_eq!(sealed(&data).len(), 2);
+    }
+
+    #[test]
+    fn large_rows_make_small_row_groups() {
+        let large = Record { content: Some("x".repeat(ROW_GROUP_BYTES)), ..full_record("a") };
+        assert_eq!(row_group_length(&[large.clone(), large]), 1);
+        assert_eq!(row_group_length(&vec![Record::new("a", "/", 0); 3000]), ROW_GROUP_ROWS);
+    }
+}

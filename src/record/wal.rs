@@ -1,0 +1,390 @@
+//! The WAL: segment files of checksummed frames.
+//!
+//! ```text
+//! header   "DRAFTWAL"  version u16  length of the writer's name u16  name  crc32 u32
+//! frame    length of the payload u32  crc32 of length, kind and payload u32  kind u8  payload (JSON)
+//! ```
+//! Numbers are little-endian. Reading stops at the first frame that is not whole; what precedes it is good. A segment is
+//! self-contained: its rows, the ids joined to them, and the requests still running when it was left.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use super::error::RecordError;
+use super::row::Record;
+
+const MAGIC: &[u8; 8] = b"DRAFTWAL";
+const VERSION: u16 = 1;
+const FRAME_HEADER: usize = 9;
+pub(super) const EXTENSION: &str = "wal";
+
+/// The token ids of one choice, as the engine saw them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Join {
+    pub request_id: String,
+    pub choice_index: u32,
+    pub prompt_token_ids: Vec<i32>,
+    pub output_token_ids: Vec<i32>,
+    pub states_status: String,
+}
+
+impl Join {
+    pub fn apply(&self, record: &mut Record) {
+        record.prompt_token_ids = Some(self.prompt_token_ids.clone());
+        record.output_token_ids = Some(self.output_token_ids.clone());
+        record.states_status = Some(self.states_status.clone());
+    }
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Frame {
+    /// All rows of one request, so that they are kept or lost together.
+    Records(Vec<Record>),
+    Join(Join),
+    /// A request has started: the row it becomes if nothing else is heard of it.
+    Begin(Box<Record>),
+    /// A request that had begun will have no row.
+    Abandon(String),
+    /// The requests still running were begun again in the next segment, which is synced; they are not this one's.
+    Carried,
+}
+
+impl Frame {
+    fn kind(&self) -> u8 {
+        match self {
+            Frame::Records(_) => 1,
+            Frame::Join(_) => 2,
+            Frame::Begin(_) => 3,
+            Frame::Abandon(_) => 4,
+            Frame::Carried => 5,
+        }
+    }
+
+    fn payload(&self) -> serde_json::Result<Vec<u8>> {
+        match self {
+            Frame::Records(records) => serde_json::to_vec(records),
+            Frame::Join(join) => serde_json::to_vec(join),
+            Frame::Begin(record) => serde_json::to_vec(record),
+            Frame::Abandon(request_id) => serde_json::to_vec(request_id),
+            Frame::Carried => Ok(Vec::new()),
+        }
+    }
+
+    fn decode(kind: u8, payload: &[u8]) -> Option<Frame> {
+        match kind {
+            1 => serde_json::from_slice(payload).ok().map(Frame::Records),
+            2 => serde_json::from_slice(payload).ok().map(Frame::Join),
+            3 => serde_json::from_slice(payload).ok().map(Frame::Begin),
+            4 => serde_json::from_slice(payload).ok().map(Frame::Abandon),
+            5 => Some(Frame::Carried),
+            _ => None,
+        }
+    }
+
+    /// Appends the frame to a buffer. Fails for a payload beyond 4 GiB, or one that JSON cannot hold.
+    pub fn encode(&self, buffer: &mut Vec<u8>) -> io::Result<()> {
+        let payload = self.payload()?;
+        let length = u32::try_from(payload.len())
+            .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "a request of more than 4 GiB"))?
+            .to_le_bytes();
+        buffer.extend_from_slice(&length);
+        buffer.extend_from_slice(&checksum(&length, self.kind(), &payload).to_le_bytes());
+        buffer.push(self.kind());
+        buffer.extend_from_slice(&payload);
+        Ok(())
+    }
+}
+
+fn checksum(length: &[u8], kind: u8, payload: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(length);
+    hasher.update(&[kind]);
+    hasher.update(payload);
+    hasher.finalize()
+}
+
+fn header(writer: &str) -> Vec<u8> {
+    let mut bytes = MAGIC.to_vec();
+    bytes.extend_from_slice(&VERSION.to_le_bytes());
+    let length = u16::try_from(writer.len()).unwrap_or(0);
+    bytes.extend_from_slice(&length.to_le_bytes());
+    bytes.extend_from_slice(&writer.as_bytes()[..usize::from(length)]);
+    bytes.extend_from_slice(&crc32fast::hash(&bytes).to_le_bytes());
+    bytes
+}
+
+/// Why reading stopped before the end of the file.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Stop {
+    /// The file ends inside a frame: the write was cut by a crash.
+    Torn { at: usize },
+    /// The bytes at this place are not what was written: the file is kept for a person to look at.
+    Damaged { at: usize },
+}
+
+#[derive(Debug)]
+pub(super) struct SegmentContent {
+    /// Empty when the header itself was cut.
+    pub writer: String,
+    pub frames: Vec<Frame>,
+    pub stop: Option<Stop>,
+}
+
+pub(super) fn read(path: &Path) -> Result<SegmentContent, RecordError> {
+    let bytes = fs::read(path).map_err(RecordError::disk("read", path))?;
+    Ok(parse(&bytes))
+}
+
+fn parse(bytes: &[u8]) -> SegmentContent {
+    let mut content = SegmentContent { writer: String::new(), frames: Vec::new(), stop: None };
+    let (writer, mut at) = match parse_header(bytes) {
+        Ok(parsed) => parsed,
+        Err(stop) => {
+            content.stop = Some(stop);
+            return content;
+        }
+    };
+    content.writer = writer;
+    while at < bytes.len() {
+        match parse_frame(&bytes[at..]) {
+            Ok((frame, length)) => {
+                content.frames.push(frame);
+                at += length;
+            }
+            Err(whole) => {
+                content.stop = Some(if whole { Stop::Damaged { at } } else { Stop::Torn { at } });
+                break;
+            }
+        }
+    }
+    content
+}
+
+fn parse_header(bytes: &[u8]) -> Result<(String, usize), Stop> {
+    if bytes.len() < 12 {
+        return Err(Stop::Torn { at: 0 });
+    }
+    let length = usize::from(u16::from_le_bytes([bytes[10], bytes[11]]));
+    let end = 12 + length;
+    if bytes[..8] != *MAGIC || u16::from_le_bytes([bytes[8], bytes[9]]) != VERSION {
+        return Err(Stop::Damaged { at: 0 });
+    }
+    let Some(sum) = bytes.get(end..end + 4) else {
+        return Err(Stop::Torn { at: 0 });
+    };
+    if crc32fast::hash(&bytes[..end]).to_le_bytes() != sum {
+        return Err(Stop::Damaged { at: 0 });
+    }
+    match std::str::from_utf8(&bytes[12..end]) {
+        Ok(writer) => Ok((writer.to_owned(), end + 4)),
+        Err(_) => Err(Stop::Damaged { at: 0 }),
+    }
+}
+
+/// The frame and its length in bytes, or whether the bad frame was there in full length.
+fn parse_frame(bytes: &[u8]) -> Result<(Frame, usize), bool> {
+    if bytes.len() < FRAME_HEADER {
+        return Err(false);
+    }
+    let length_bytes = [bytes[0], bytes[1], bytes[2], bytes[3]];
+    let sum = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
+    let end = FRAME_HEADER + u32::from_le_bytes(length_bytes) as usize;
+    let Some(payload) = bytes.get(FRAME_HEADER..end) else {
+        return Err(false);
+    };
+    if checksum(&length_bytes, bytes[8], payload) != sum {
+        return Err(true);
+    }
+    Frame::decode(bytes[8], payload).map(|frame| (frame, end)).ok_or(true)
+}
+
+/// A segment being written. What was appended is on disk after `flush` returned.
+#[derive(Debug)]
+pub(super) struct SegmentFile {
+    path: PathBuf,
+    file: Option<File>,
+    directory_synced: bool,
+    /// Bytes known to be on disk.
+    durable: u64,
+    pending: Vec<u8>,
+}
+
+impl SegmentFile {
+    /// The file itself is made by the first flush, so that a full disk is an error like any other there.
+    pub fn new(directory: &Path, writer: &str) -> SegmentFile {
+        let path = directory.join(format!("{}.{EXTENSION}", Uuid::now_v7()));
+        SegmentFile { path, file: None, directory_synced: false, durable: 0, pending: header(writer) }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn append(&mut self, frame: &Frame) -> io::Result<()> {
+        frame.encode(&mut self.pending)
+    }
+
+    pub fn pending_bytes(&self) -> usize {
+        self.pending.len()
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.durable + self.pending.len() as u64
+    }
+
+    /// Writes and syncs. After an error nothing is given up: the next call writes the same bytes at the same place again
+    /// (a sync that failed may have marked pages clean that never reached the disk, so they must be made dirty again).
+    pub fn flush(&mut self) -> Result<(), RecordError> {
+        if self.pending.is_empty() {
+            return Ok(());
+        }
+        if self.file.is_none() {
+            let opened = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&self.path);
+            self.file = Some(opened.map_err(RecordError::disk("create", &self.path))?);
+        }
+        let Some(file) = self.file.as_ref() else {
+            return Ok(());
+        };
+        file.write_all_at(&self.pending, self.durable).map_err(RecordError::disk("write", &self.path))?;
+        file.sync_data().map_err(RecordError::disk("sync", &self.path))?;
+        if !self.directory_synced {
+            let directory = self.path.parent().unwrap_or(Path::new("."));
+            let synced = File::open(directory).and_then(|directory| directory.sync_all());
+            synced.map_err(RecordError::disk("sync", directory))?;
+            self.directory_synced = true;
+        }
+        self.durable += self.pending.len() as u64;
+        self.pending.clear();
+        // One large group should not hold its memory for ever.
+        self.pending.shrink_to(1 << 20);
+        Ok(())
+    }
+}
+
+/// The segments in a directory, oldest first (their names are UUIDv7).
+pub(super) fn segments(directory: &Path) -> Result<Vec<PathBuf>, RecordError> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(directory).map_err(RecordError::disk("list", directory))? {
+        let path = entry.map_err(RecordError::disk("list", directory))?.path();
+        if path.extension().is_some_and(|extension| extension == EXTENSION) {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::record::row::tests::full_record;
+
+    fn frames() -> Vec<Frame> {
+        let join = Join {
+            request_id: "a".into(),
+            choice_index: 1,
+            prompt_token_ids: vec![7],
+            output_token_ids: vec![],
+            states_status: "stored".into(),
+        };
+        vec![
+            Frame::Begin(Box::new(Record::new("a", "/v1/completions", 1))),
+            Frame::Records(vec![full_record("a"), full_record("b")]),
+            Frame::Abandon("c".into()),
+            Frame::Join(join),
+            Frame::Carried,
+            Frame::Records(vec![full_record("d")]),
+        ]
+    }
+
+    /// The segment's bytes and where each frame ends.
+    fn segment(frames: &[Frame]) -> (Vec<u8>, Vec<usize>) {
+        let mut bytes = header("writer");
+        let mut ends = vec![bytes.len()];
+        for frame in frames {
+            frame.encode(&mut bytes).unwrap();
+            ends.push(bytes.len());
+        }
+        (bytes, ends)
+    }
+
+    #[test]
+    fn cut_at_every_byte_keeps_exactly_the_whole_frames() {
+        let frames = frames();
+        let (bytes, ends) = segment(&frames);
+        for cut in 0..=bytes.len() {
+            let content = parse(&bytes[..cut]);
+            let whole = ends.iter().filter(|end| **end <= cut).count().saturating_sub(1);
+            assert_eq!(content.frames, frames[..whole], "cut at {cut}");
+            let at_boundary = ends.contains(&cut);
+            let expected =
+                if cut < ends[0] { Some(Stop::Torn { at: 0 }) } else { Some(Stop::Torn { at: ends[whole] }) };
+            assert_eq!(content.stop, if at_boundary { None } else { expected }, "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn flip_of_any_byte_keeps_the_frames_before_it_and_nothing_wrong() {
+        let frames = frames();
+        let (bytes, ends) = segment(&frames);
+        for at in 0..bytes.len() {
+            let mut flipped = bytes.clone();
+            flipped[at] ^= 1 << (at % 8);
+            let content = parse(&flipped);
+            let before = ends.iter().filter(|end| **end <= at).count().saturating_sub(1);
+            assert_eq!(content.frames, frames[..before], "flip at {at}");
+            assert!(content.stop.is_some(), "flip at {at}");
+        }
+    }
+
+    #[test]
+    fn zeroed_tail_of_a_machine_crash_is_no_row() {
+        let frames = frames();
+        let (mut bytes, ends) = segment(&frames);
+        bytes.extend_from_slice(&[0; 64]);
+        let content = parse(&bytes);
+        assert_eq!(content.frames, frames);
+        assert_eq!(content.stop, Some(Stop::Damaged { at: ends[6] }));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_without_a_panic_and_give_only_frames_that_were_written(
+            tail in proptest::collection::vec(any::<u8>(), 0..200), keep in 0usize..6,
+        ) {
+            let frames = frames();
+            let (mut bytes, ends) = segment(&frames);
+            bytes.truncate(ends[keep]);
+            bytes.extend_from_slice(&tail);
+            let content = parse(&bytes);
+            prop_assert_eq!(&content.frames[..], &frames[..keep]);
+            prop_assert_eq!(content.stop.is_some(), !tail.is_empty());
+        }
+    }
+
+    #[test]
+    fn flush_is_tried_again_after_a_failure_and_writes_each_frame_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let inner = directory.path().join("wal");
+        let mut file = SegmentFile::new(&inner, "writer");
+        file.append(&Frame::Abandon("a".into())).unwrap();
+        file.flush().unwrap_err();
+        fs::create_dir(&inner).unwrap();
+        file.append(&Frame::Abandon("b".into())).unwrap();
+        file.flush().unwrap();
+        file.append(&Frame::Carried).unwrap();
+        file.flush().unwrap();
+        let content = read(file.path()).unwrap();
+        assert_eq!(content.frames, [Frame::Abandon("a".into()), Frame::Abandon("b".into()), Frame::Carried],);
+        assert_eq!(content.writer, "writer");
+        assert_eq!(content.stop, None);
+        assert_eq!(segments(&inner).unwrap(), [file.path()]);
+    }
+}
