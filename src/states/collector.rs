@@ -1,0 +1,673 @@
+//! The thread that turns transfer files and finished requests into stored samples.
+//!
+//! A file and the request that it belongs to come in either order. Whichever comes first waits for the other up to a
+//! time-out. The thread sleeps in one place alone, its queue, until the next time-out is due.
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+use notify::Watcher;
+use tokenizers::Tokenizer;
+
+use super::store::now_milliseconds;
+use super::transfer::{self, TransferError, TransferFile, TransferName};
+use super::{SampleHeader, StateDtype, StateStore, StatesError, StoreStats};
+
+/// Requests and file events that may wait for the thread. A full queue drops requests (counted), never blocks a caller.
+const QUEUE: usize = 16_384;
+
+/// How the collector works, and what a file must be like.
+#[derive(Clone, Debug)]
+pub struct CollectorOptions {
+    /// Where the plugin publishes; must exist. Nothing outside it is read.
+    pub transfer_directory: PathBuf,
+    /// How long a file waits for its request, and a request for its files.
+    pub time_out: Duration,
+    /// The layer ids that each file must have, in this order; None: any, but the same ones in all files.
+    pub layer_ids: Option<Vec<u32>>,
+    /// H; None: as the first file has it.
+    pub hidden_size: Option<usize>,
+    /// V; ids must be below. None: not checked.
+    pub vocab_size: Option<usize>,
+    /// A larger file is refused unread.
+    pub max_file_bytes: u64,
+}
+
+impl CollectorOptions {
+    pub fn new(transfer_directory: impl Into<PathBuf>) -> Self {
+        Self {
+            transfer_directory: transfer_directory.into(),
+            time_out: Duration::from_secs(60),
+            layer_ids: None,
+            hidden_size: None,
+            vocab_size: None,
+            max_file_bytes: 4 << 30,
+        }
+    }
+}
+
+/// What was recorded of one choice; the ids must decode to text that contains both parts.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChoiceText {
+    pub content: String,
+    pub reasoning: String,
+    /// The text was parsed into tool calls, so that it cannot be compared.
+    pub has_tool_calls: bool,
+}
+
+/// A finished request, as the recorder knows it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RequestSummary {
+    /// The `X-Request-Id` that went to vLLM.
+    pub request_id: String,
+    pub conversation_id: String,
+    /// `live` or `replay`.
+    pub source: String,
+    pub held_out: bool,
+    /// The record's status, for the log.
+    pub status: String,
+    /// The request's `n`, 1 where it gave none. A completions request with several prompts has n choices for each.
+    pub n: usize,
+    /// One per choice, by choice index. Empty: no states are wanted (opted out); files are deleted as they come.
+    pub choices: Vec<ChoiceText>,
+}
+
+/// What came of one choice.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    pub request_id: String,
+    pub choice_index: usize,
+    /// Empty where the file's ids could not be trusted or there was no file.
+    pub prompt_ids: Vec<u32>,
+    pub output_ids: Vec<u32>,
+    pub status: OutcomeStatus,
+}
+
+/// Why a sample was stored or not; also the reasons by which failures are counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum OutcomeStatus {
+    Stored,
+    /// No file came in time.
+    Missing,
+    /// No request came in time.
+    Unmatched,
+    /// The request wants no states.
+    NotWanted,
+    /// The request has no such choice.
+    UnexpectedChoice,
+    /// Not published by the plugin, as the name shows.
+    BadName,
+    Unreadable,
+    Format,
+    Checksum,
+    /// Rows, ids or layers do not fit each other, or the ids inside and in the name differ.
+    Shape,
+    /// Not the layers of this deployment.
+    Layers,
+    /// Not the hidden size of this deployment.
+    HiddenSize,
+    /// An id is not in the vocabulary.
+    Vocabulary,
+    /// The ids do not decode to what was recorded.
+    Text,
+    NotFinite,
+    Duplicate,
+    TooLarge,
+    /// The store could not be written.
+    StoreError,
+}
+
+impl OutcomeStatus {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Stored => "stored",
+            Self::Missing => "missing",
+            Self::Unmatched => "unmatched",
+            Self::NotWanted => "not_wanted",
+            Self::UnexpectedChoice => "unexpected_choice",
+            Self::BadName => "bad_name",
+            Self::Unreadable => "unreadable",
+            Self::Format => "format",
+            Self::Checksum => "checksum",
+            Self::Shape => "shape",
+            Self::Layers => "layers",
+            Self::HiddenSize => "hidden_size",
+            Self::Vocabulary => "vocabulary",
+            Self::Text => "text",
+            Self::NotFinite => "not_finite",
+            Self::Duplicate => "duplicate",
+            Self::TooLarge => "too_large",
+            Self::StoreError => "store_error",
+        }
+    }
+}
+
+/// Counts since the start.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct CollectorStats {
+    pub by_status: BTreeMap<OutcomeStatus, u64>,
+    /// Requests that found the queue full.
+    pub dropped_requests: u64,
+    pub store: StoreStats,
+}
+
+enum Message {
+    Event(notify::Result<notify::Event>),
+    Request(Box<RequestSummary>),
+    Stop,
+}
+
+/// Runs the thread; stops it when dropped.
+pub struct Collector {
+    sender: SyncSender<Message>,
+    stats: Arc<Mutex<CollectorStats>>,
+    watcher: Option<notify::RecommendedWatcher>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Collector {
+    /// Watches the transfer directory from now on; files that are there already are taken in as well.
+    ///
+    /// `on_outcome` is called from the collector's thread, once for each choice of each expected request.
+    pub fn start(
+        options: CollectorOptions,
+        store: StateStore,
+        tokenizer: Option<Tokenizer>,
+        on_outcome: impl FnMut(Outcome) + Send + 'static,
+    ) -> Result<Self, StatesError> {
+        let directory = options.transfer_directory.clone();
+        let (sender, receiver) = sync_channel(QUEUE);
+        let events = sender.clone();
+        let watch_failed =
+            |error: notify::Error| StatesError::Watch { path: directory.clone(), reason: error.to_string() };
+        // Blocking here is right: inotify then reports an overflow, and that leads to a scan.
+        let mut watcher = notify::recommended_watcher(move |event| {
+            let _ = events.send(Message::Event(event));
+        })
+        .map_err(watch_failed)?;
+        watcher.watch(&directory, notify::RecursiveMode::NonRecursive).map_err(watch_failed)?;
+
+        let stats = Arc::new(Mutex::new(CollectorStats { store: store.stats(), ..Default::default() }));
+        let mut worker = Worker {
+            options,
+            store,
+            tokenizer,
+            on_outcome: Box::new(on_outcome),
+            stats: Arc::clone(&stats),
+            requests: HashMap::new(),
+            request_deadlines: VecDeque::new(),
+            files: HashMap::new(),
+            file_deadlines: VecDeque::new(),
+        };
+        let thread = std::thread::Builder::new()
+            .name("states".to_string())
+            .spawn(move || worker.run(&receiver))
+            .map_err(|error| StatesError::io("cannot start a thread for", &directory, error))?;
+        Ok(Self { sender, stats, watcher: Some(watcher), thread: Some(thread) })
+    }
+
+    /// Tells of a finished request. Never waits; false (and counted) where the queue is full or the thread has ended.
+    pub fn expect(&self, request: RequestSummary) -> bool {
+        match self.sender.try_send(Message::Request(Box::new(request))) {
+            Ok(()) => true,
+            Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) => {
+                lock(&self.stats).dropped_requests += 1;
+                metrics::counter!("draftsmith_states_dropped_requests_total").increment(1);
+                false
+            }
+        }
+    }
+
+    pub fn stats(&self) -> CollectorStats {
+        lock(&self.stats).clone()
+    }
+
+    /// Works off what was told so far, syncs the store and ends. Requests that still wait get no outcome.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        // First the watcher, or its callback could fill the queue for ever.
+        self.watcher = None;
+        let _ = self.sender.send(Message::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the states thread has panicked");
+        }
+    }
+}
+
+impl Drop for Collector {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.end();
+        }
+    }
+}
+
+fn lock(stats: &Mutex<CollectorStats>) -> std::sync::MutexGuard<'_, CollectorStats> {
+    stats.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct Worker {
+    options: CollectorOptions,
+    store: StateStore,
+    tokenizer: Option<Tokenizer>,
+    on_outcome: Box<dyn FnMut(Outcome) + Send>,
+    stats: Arc<Mutex<CollectorStats>>,
+    /// Requests whose files have not all come, by request id.
+    requests: HashMap<String, WaitingRequest>,
+    request_deadlines: VecDeque<(Instant, String)>,
+    /// Files whose request has not come, by request id.
+    files: HashMap<String, Vec<WaitingFile>>,
+    file_deadlines: VecDeque<(Instant, String)>,
+}
+
+struct WaitingRequest {
+    summary: RequestSummary,
+    seen: HashSet<usize>,
+    deadline: Instant,
+}
+
+struct WaitingFile {
+    path: PathBuf,
+    name: TransferName,
+    deadline: Instant,
+}
+
+impl Worker {
+    fn run(&mut self, receiver: &Receiver<Message>) {
+        self.scan();
+        loop {
+            let message = match self.next_deadline() {
+                Some(deadline) => receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+                None => receiver.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match message {
+                Ok(Message::Event(event)) => self.event(event),
+                Ok(Message::Request(summary)) => self.request(*summary),
+                Ok(Message::Stop) | Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            self.expire(Instant::now());
+        }
+        if let Err(error) = self.store.sync() {
+            tracing::warn!("{error}");
+        }
+    }
+
+    fn next_deadline(&self) -> Option<Instant> {
+        let request = self.request_deadlines.front().map(|(deadline, _)| *deadline);
+        let file = self.file_deadlines.front().map(|(deadline, _)| *deadline);
+        match (request, file) {
+            (Some(one), Some(other)) => Some(one.min(other)),
+            (one, other) => one.or(other),
+        }
+    }
+
+    fn event(&mut self, event: notify::Result<notify::Event>) {
+        let event = match event {
+            Ok(event) => event,
+            Err(error) => {
+                tracing::warn!("watching for states: {error}; scanning instead");
+                self.scan();
+                return;
+            }
+        };
+        if event.need_rescan() {
+            metrics::counter!("draftsmith_states_rescans_total").increment(1);
+            self.scan();
+            return;
+        }
+        // A file appears under its final name by a rename or a link; a plain create is allowed for moves between file
+        // systems only once it is closed.
+        use notify::event::{AccessKind, AccessMode, EventKind, ModifyKind, RenameMode};
+        match event.kind {
+            EventKind::Modify(ModifyKind::Name(RenameMode::To | RenameMode::Any))
+            | EventKind::Access(AccessKind::Close(AccessMode::Write)) => {
+                for path in &event.paths {
+                    self.file(path);
+                }
+            }
+            EventKind::Modify(ModifyKind::Name(RenameMode::Both)) => {
+                if let Some(path) = event.paths.last() {
+                    self.file(path);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Looks at all files of the directory.
+    fn scan(&mut self) {
+        let directory = self.options.transfer_directory.clone();
+        let entries = match fs::read_dir(&directory) {
+            Ok(entries) => entries,
+            Err(error) => {
+                tracing::warn!("cannot list {}: {error}", directory.display());
+                return;
+            }
+        };
+        for entry in entries.flatten() {
+            let path = entry.path();
+            let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
+            if hidden {
+                self.remove_if_abandoned(&path);
+            } else {
+                self.file(&path);
+            }
+        }
+    }
+
+    /// Deletes what a killed vLLM left half-written.
+    fn remove_if_abandoned(&self, path: &Path) {
+        let Ok(metadata) = fs::symlink_metadata(path) else { return };
+        let Ok(modified) = metadata.modified() else { return };
+        let age = SystemTime::now().duration_since(modified).unwrap_or_default();
+        if metadata.is_file() && age > self.options.time_out.max(Duration::from_secs(600)) {
+            remove(path);
+        }
+    }
+
+    fn file(&mut self, path: &Path) {
+        if path.parent() != Some(self.options.transfer_directory.as_path()) {
+            return;
+        }
+        let Some(file_name) = path.file_name().and_then(|name| name.to_str()) else { return };
+        if file_name.starts_with('.') || !file_name.ends_with(transfer::EXTENSION) {
+            return;
+        }
+        let Some(name) = TransferName::parse(file_name) else {
+            remove(path);
+            self.count(OutcomeStatus::BadName);
+            return;
+        };
+        if let Some(waiting) = self.requests.remove(&name.request_id) {
+            self.matched(waiting, path, &name);
+            return;
+        }
+        let waiting = self.files.entry(name.request_id.clone()).or_default();
+        // The scan at the start and the watcher may both have seen it; after a match it is gone.
+        if waiting.iter().any(|other| other.path == path) || fs::symlink_metadata(path).is_err() {
+            if waiting.is_empty() {
+                self.files.remove(&name.request_id);
+            }
+            return;
+        }
+        let deadline = Instant::now() + self.options.time_out;
+        self.file_deadlines.push_back((deadline, name.request_id.clone()));
+        waiting.push(WaitingFile { path: path.to_path_buf(), name, deadline });
+    }
+
+    fn request(&mut self, summary: RequestSummary) {
+        let request_id = summary.request_id.clone();
+        let deadline = Instant::now() + self.options.time_out;
+        let wanted = !summary.choices.is_empty();
+        if let Some(earlier) = self.requests.remove(&request_id) {
+            self.give_up(earlier);
+        }
+        let waiting = WaitingRequest { summary, seen: HashSet::new(), deadline };
+        self.requests.insert(request_id.clone(), waiting);
+        self.request_deadlines.push_back((deadline, request_id.clone()));
+        for file in self.files.remove(&request_id).unwrap_or_default() {
+            match self.requests.remove(&request_id) {
+                Some(waiting) => self.matched(waiting, &file.path, &file.name),
+                // All its choices have their file; this one is one too many.
+                None => {
+                    remove(&file.path);
+                    self.count(if wanted {
+                        OutcomeStatus::UnexpectedChoice
+                    } else {
+                        OutcomeStatus::NotWanted
+                    });
+                }
+            }
+        }
+    }
+
+    /// Takes in a file of a request that is known; puts the request back where it waits for more.
+    fn matched(&mut self, mut waiting: WaitingRequest, path: &Path, name: &TransferName) {
+        // Seen by the scan and by the watcher: it was dealt with, and the request may wait for other files.
+        if fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
+            self.requests.insert(name.request_id.clone(), waiting);
+            return;
+        }
+        let choice_index = name.choice_index(waiting.summary.n);
+        let choice = choice_index.and_then(|index| Some((index, waiting.summary.choices.get(index)?)));
+        match choice {
+            _ if waiting.summary.choices.is_empty() => {
+                remove(path);
+                self.count(OutcomeStatus::NotWanted);
+            }
+            Some((index, text)) if !waiting.seen.contains(&index) => {
+                let outcome = self.take_in(path, name, index, &waiting.summary, text);
+                remove(path);
+                waiting.seen.insert(index);
+                self.report(outcome);
+            }
+            _ => {
+                remove(path);
+                self.count(OutcomeStatus::UnexpectedChoice);
+            }
+        }
+        if waiting.summary.choices.is_empty() || waiting.seen.len() < waiting.summary.choices.len() {
+            self.requests.insert(name.request_id.clone(), waiting);
+        }
+    }
+
+    /// Reads, verifies and stores one file.
+    fn take_in(
+        &mut self,
+        path: &Path,
+        name: &TransferName,
+        choice_index: usize,
+        summary: &RequestSummary,
+        text: &ChoiceText,
+    ) -> Outcome {
+        let mut outcome = Outcome {
+            request_id: summary.request_id.clone(),
+            choice_index,
+            prompt_ids: Vec::new(),
+            output_ids: Vec::new(),
+            status: OutcomeStatus::Stored,
+        };
+        let file = match transfer::read(path, self.options.max_file_bytes) {
+            Ok(file) => file,
+            Err(error) => {
+                tracing::warn!(file = %path.display(), "states file {error}");
+                outcome.status = match error {
+                    TransferError::Unreadable(_) => OutcomeStatus::Unreadable,
+                    TransferError::Format(_) => OutcomeStatus::Format,
+                    TransferError::Checksum { .. } => OutcomeStatus::Checksum,
+                    TransferError::Shape(_) => OutcomeStatus::Shape,
+                };
+                return outcome;
+            }
+        };
+        if file.internal_id != name.internal_id {
+            tracing::warn!(file = %path.display(), inside = file.internal_id, "a states file holds another request");
+            outcome.status = OutcomeStatus::Shape;
+            return outcome;
+        }
+        if let Err(status) = self.check_ids(&file, text) {
+            tracing::warn!(request_id = summary.request_id, reason = status.as_str(), "states refused");
+            outcome.status = status;
+            return outcome;
+        }
+        outcome.prompt_ids = file.token_ids[..file.prompt_length].to_vec();
+        outcome.output_ids = file.token_ids[file.prompt_length..].to_vec();
+        outcome.status = match self.check_states(&file) {
+            Ok(()) => self.store(summary, choice_index, &file),
+            Err(status) => status,
+        };
+        if outcome.status != OutcomeStatus::Stored {
+            tracing::warn!(
+                request_id = summary.request_id,
+                reason = outcome.status.as_str(),
+                "states refused"
+            );
+        }
+        outcome
+    }
+
+    fn check_ids(&self, file: &TransferFile, text: &ChoiceText) -> Result<(), OutcomeStatus> {
+        if let Some(vocab_size) = self.options.vocab_size
+            && file.token_ids.iter().any(|id| *id as usize >= vocab_size)
+        {
+            return Err(OutcomeStatus::Vocabulary);
+        }
+        let Some(tokenizer) = &self.tokenizer else { return Ok(()) };
+        if text.has_tool_calls {
+            return Ok(());
+        }
+        let output = &file.token_ids[file.prompt_length..];
+        // A request may have asked for special tokens in its text, so both readings are tried.
+        for skip_special_tokens in [true, false] {
+            let Ok(decoded) = tokenizer.decode(output, skip_special_tokens) else {
+                return Err(OutcomeStatus::Text);
+            };
+            if contains_text(&decoded, &text.content) && contains_text(&decoded, &text.reasoning) {
+                return Ok(());
+            }
+        }
+        Err(OutcomeStatus::Text)
+    }
+
+    fn check_states(&mut self, file: &TransferFile) -> Result<(), OutcomeStatus> {
+        if self.options.layer_ids.as_ref().is_some_and(|wanted| *wanted != file.layer_ids) {
+            return Err(OutcomeStatus::Layers);
+        }
+        if self.options.hidden_size.is_some_and(|wanted| wanted != file.hidden) {
+            return Err(OutcomeStatus::HiddenSize);
+        }
+        if !all_finite(file.dtype, &file.states) {
+            return Err(OutcomeStatus::NotFinite);
+        }
+        // Where nothing was configured, the first good file decides.
+        self.options.layer_ids.get_or_insert_with(|| file.layer_ids.clone());
+        self.options.hidden_size.get_or_insert(file.hidden);
+        Ok(())
+    }
+
+    fn store(&mut self, summary: &RequestSummary, choice_index: usize, file: &TransferFile) -> OutcomeStatus {
+        let Ok(choice) = u32::try_from(choice_index) else { return OutcomeStatus::UnexpectedChoice };
+        let header = SampleHeader {
+            request_id: summary.request_id.clone(),
+            choice_index: choice,
+            conversation_id: summary.conversation_id.clone(),
+            source: summary.source.clone(),
+            held_out: summary.held_out,
+            prompt_length: file.prompt_length,
+            rows: file.rows,
+            layers: file.layers,
+            hidden: file.hidden,
+            dtype: file.dtype,
+            layer_ids: file.layer_ids.clone(),
+            head_digest: file.head_digest.clone(),
+            captured_at: now_milliseconds(),
+        };
+        match self.store.append(&header, &file.token_ids, &file.states) {
+            Ok(()) => {
+                let tokens = file.token_ids.len() - file.prompt_length;
+                metrics::counter!("draftsmith_states_output_tokens_total").increment(tokens as u64);
+                OutcomeStatus::Stored
+            }
+            Err(StatesError::Duplicate { .. }) => OutcomeStatus::Duplicate,
+            Err(StatesError::TooLarge { .. }) => OutcomeStatus::TooLarge,
+            Err(error) => {
+                tracing::warn!("{error}");
+                OutcomeStatus::StoreError
+            }
+        }
+    }
+
+    /// Ends the waits that are over.
+    fn expire(&mut self, now: Instant) {
+        while self.request_deadlines.front().is_some_and(|(deadline, _)| *deadline <= now) {
+            let Some((_, request_id)) = self.request_deadlines.pop_front() else { break };
+            // A later request under the same id has its own deadline.
+            let due = self.requests.get(&request_id).is_some_and(|waiting| waiting.deadline <= now);
+            if due && let Some(waiting) = self.requests.remove(&request_id) {
+                self.give_up(waiting);
+            }
+        }
+        while self.file_deadlines.front().is_some_and(|(deadline, _)| *deadline <= now) {
+            let Some((_, request_id)) = self.file_deadlines.pop_front() else { break };
+            let Some(waiting) = self.files.get_mut(&request_id) else { continue };
+            let due: Vec<WaitingFile> = waiting.extract_if(.., |file| file.deadline <= now).collect();
+            if waiting.is_empty() {
+                self.files.remove(&request_id);
+            }
+            for file in due {
+                remove(&file.path);
+                self.count(OutcomeStatus::Unmatched);
+            }
+        }
+    }
+
+    /// Reports the choices of a request that got no file.
+    fn give_up(&mut self, waiting: WaitingRequest) {
+        for choice_index in 0..waiting.summary.choices.len() {
+            if waiting.seen.contains(&choice_index) {
+                continue;
+            }
+            tracing::debug!(
+                request_id = waiting.summary.request_id,
+                status = waiting.summary.status,
+                "no states came"
+            );
+            self.report(Outcome {
+                request_id: waiting.summary.request_id.clone(),
+                choice_index,
+                prompt_ids: Vec::new(),
+                output_ids: Vec::new(),
+                status: OutcomeStatus::Missing,
+            });
+        }
+    }
+
+    fn report(&mut self, outcome: Outcome) {
+        self.count(outcome.status);
+        (self.on_outcome)(outcome);
+    }
+
+    fn count(&self, status: OutcomeStatus) {
+        metrics::counter!("draftsmith_states_total", "status" => status.as_str()).increment(1);
+        let mut stats = lock(&self.stats);
+        *stats.by_status.entry(status).or_default() += 1;
+        stats.store = self.store.stats();
+    }
+}
+
+fn remove(path: &Path) {
+    if let Err(error) = fs::remove_file(path)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!("cannot delete {}: {error}; the transfer directory will fill up", path.display());
+    }
+}
+
+/// Whether recorded text is in the decoded one. The ends are trimmed: vLLM strips white space around reasoning, and a
+/// last, incomplete character decodes to a replacement character.
+fn contains_text(decoded: &str, recorded: &str) -> bool {
+    decoded.contains(recorded.trim_matches(|c: char| c.is_whitespace() || c == char::REPLACEMENT_CHARACTER))
+}
+
+fn all_finite(dtype: StateDtype, states: &[u8]) -> bool {
+    match dtype {
+        StateDtype::F32 => {
+            states.as_chunks::<4>().0.iter().all(|value| f32::from_le_bytes(*value).is_finite())
+        }
+        StateDtype::Bf16 => {
+            states.as_chunks::<2>().0.iter().all(|value| half::bf16::from_le_bytes(*value).is_finite())
+        }
+    }
+}

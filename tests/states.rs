@@ -1,0 +1,584 @@
+//! The state store and the collector, from outside: damage, concurrency, quotas, and files as vLLM's plugin makes them.
+
+use std::collections::HashMap;
+use std::fs;
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use draftsmith::states::transfer::{self, FORMAT};
+use draftsmith::states::{
+    ChoiceText, Collector, CollectorOptions, Outcome, OutcomeStatus, Reader, RequestSummary, SampleHeader,
+    StateDtype, StateStore, StatesError, StoreOptions,
+};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+
+const LAYERS: usize = 2;
+const HIDDEN: usize = 4;
+
+fn header(request_id: &str, rows: usize, held_out: bool) -> SampleHeader {
+    SampleHeader {
+        request_id: request_id.to_string(),
+        choice_index: 0,
+        conversation_id: format!("conversation of {request_id}"),
+        source: "live".to_string(),
+        held_out,
+        prompt_length: 2,
+        rows,
+        layers: LAYERS,
+        hidden: HIDDEN,
+        dtype: StateDtype::F32,
+        layer_ids: vec![2, 30],
+        head_digest: None,
+        captured_at: 1,
+    }
+}
+
+fn ids(rows: usize) -> Vec<u32> {
+    (0..=rows as u32).map(|id| id + 7).collect()
+}
+
+fn floats(rows: usize) -> Vec<f32> {
+    (0..rows * LAYERS * HIDDEN).map(|i| i as f32 * 0.5 - 3.0).collect()
+}
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+fn append(store: &mut StateStore, request_id: &str, rows: usize, held_out: bool) -> Result<(), StatesError> {
+    store.append(&header(request_id, rows, held_out), &ids(rows), &bytes(&floats(rows)))
+}
+
+fn shards(directory: &Path) -> Vec<PathBuf> {
+    let mut paths: Vec<PathBuf> = fs::read_dir(directory)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "states"))
+        .collect();
+    paths.sort();
+    paths
+}
+
+fn names(reader: &Reader) -> Vec<String> {
+    reader.index().iter().map(|entry| entry.header.request_id.clone()).collect()
+}
+
+#[test]
+fn samples_come_back_as_they_went_in() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    append(&mut store, "a", 5, false).unwrap();
+    let half: Vec<half::bf16> = floats(3).iter().map(|value| half::bf16::from_f32(*value)).collect();
+    let raw: Vec<u8> = half.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let mut narrow = header("b", 3, true);
+    narrow.dtype = StateDtype::Bf16;
+    narrow.head_digest = Some("head".to_string());
+    store.append(&narrow, &ids(3), &raw).unwrap();
+
+    let reader = Reader::open(directory.path()).unwrap();
+    let by_name: HashMap<String, usize> = names(&reader).into_iter().zip(0..).collect();
+    let first = reader.load(by_name["a"]).unwrap();
+    assert_eq!((first.header, first.token_ids, first.states), (header("a", 5, false), ids(5), floats(5)));
+    let second = reader.load(by_name["b"]).unwrap();
+    assert_eq!(second.header, narrow);
+    assert_eq!(second.states, half.iter().map(|value| value.to_f32()).collect::<Vec<_>>());
+    assert_eq!(reader.verify().unwrap().samples, 2);
+    assert!(reader.verify().unwrap().damaged.is_empty());
+    assert!(matches!(reader.load(2), Err(StatesError::NoSuchSample { index: 2, len: 2 })));
+    for shard in shards(directory.path()) {
+        assert_eq!(fs::metadata(shard).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+}
+
+#[test]
+fn one_writer_no_duplicates_no_wrong_shapes() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    assert!(matches!(
+        StateStore::open(directory.path(), StoreOptions::default()),
+        Err(StatesError::Locked { .. })
+    ));
+    append(&mut store, "a", 5, false).unwrap();
+    assert!(matches!(append(&mut store, "a", 5, false), Err(StatesError::Duplicate { .. })));
+    let wrong = store.append(&header("b", 5, false), &ids(4), &bytes(&floats(5)));
+    assert!(matches!(wrong, Err(StatesError::Shape { .. })));
+    let wrong = store.append(&header("b", 5, false), &ids(5), &bytes(&floats(4)));
+    assert!(matches!(wrong, Err(StatesError::Shape { .. })));
+    drop(store);
+    // The next run knows what is stored.
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    assert!(matches!(append(&mut store, "a", 5, false), Err(StatesError::Duplicate { .. })));
+    append(&mut store, "b", 5, false).unwrap();
+    assert_eq!(names(&Reader::open(directory.path()).unwrap()), ["a", "b"]);
+}
+
+#[test]
+fn a_tail_cut_at_any_byte_costs_the_tail_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    append(&mut store, "a", 3, false).unwrap();
+    let first_end = store.stats().bytes as usize;
+    append(&mut store, "b", 3, false).unwrap();
+    drop(store);
+    let shard = shards(directory.path()).remove(0);
+    let whole = fs::read(&shard).unwrap();
+    for length in 0..=whole.len() {
+        fs::write(&shard, &whole[..length]).unwrap();
+        let reader = Reader::open(directory.path()).unwrap();
+        let wanted = if length == whole.len() {
+            2
+        } else if length >= first_end {
+            1
+        } else {
+            0
+        };
+        assert_eq!(reader.index().len(), wanted, "cut at {length}");
+        for index in 0..wanted {
+            reader.load(index).unwrap();
+        }
+        let store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+        assert_eq!(store.stats().train_samples, wanted, "cut at {length}");
+        drop(store);
+        assert!(
+            Reader::open(directory.path()).unwrap().verify().unwrap().damaged.is_empty(),
+            "cut at {length}"
+        );
+    }
+}
+
+#[test]
+fn any_flipped_bit_is_seen_and_costs_no_earlier_sample() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    append(&mut store, "a", 2, false).unwrap();
+    let first_end = store.stats().bytes as usize;
+    append(&mut store, "b", 2, false).unwrap();
+    drop(store);
+    let shard = shards(directory.path()).remove(0);
+    let whole = fs::read(&shard).unwrap();
+    for position in first_end..whole.len() {
+        for bit in [0, 7] {
+            let mut damaged = whole.clone();
+            damaged[position] ^= 1 << bit;
+            fs::write(&shard, &damaged).unwrap();
+            let reader = Reader::open(directory.path()).unwrap();
+            assert_eq!(reader.load(0).unwrap().states, floats(2), "byte {position} bit {bit}");
+            assert!(reader.load(1).is_err(), "byte {position} bit {bit}");
+            assert_eq!(reader.verify().unwrap().damaged.len(), 1, "byte {position} bit {bit}");
+        }
+    }
+    // Damage in the middle of the payload leaves later samples readable.
+    let mut damaged = whole;
+    damaged[first_end - 1] ^= 1;
+    fs::write(&shard, &damaged).unwrap();
+    let reader = Reader::open(directory.path()).unwrap();
+    assert!(matches!(reader.load(0), Err(StatesError::Damaged { .. })));
+    assert_eq!(reader.load(1).unwrap().states, floats(2));
+}
+
+#[test]
+fn a_reader_follows_the_writer_and_meets_eviction() {
+    let directory = tempfile::tempdir().unwrap();
+    let options = StoreOptions { shard_bytes: 2_000, quota_bytes: 16_000, held_out_quota_bytes: 4_000 };
+    let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
+    let mut reader = Reader::open(directory.path()).unwrap();
+    assert!(reader.index().is_empty());
+    append(&mut store, "held out", 5, true).unwrap();
+    append(&mut store, "0", 5, false).unwrap();
+    assert_eq!(reader.refresh().unwrap().added, 2);
+    assert_eq!(reader.refresh().unwrap().added, 0);
+    let oldest = names(&reader).iter().position(|name| name == "0").unwrap();
+
+    for i in 1..100 {
+        append(&mut store, &i.to_string(), 5, false).unwrap();
+        assert!(store.stats().bytes <= options.quota_bytes);
+        let on_disk: u64 =
+            shards(directory.path()).iter().map(|path| fs::metadata(path).unwrap().len()).sum();
+        assert_eq!(on_disk, store.stats().bytes);
+    }
+    assert!(matches!(reader.load(oldest), Err(StatesError::Evicted { .. })));
+    let refreshed = reader.refresh().unwrap();
+    assert!(refreshed.removed >= 1 && refreshed.added >= 10, "{refreshed:?}");
+    assert!(names(&reader).contains(&"99".to_string()));
+    assert!(names(&reader).contains(&"held out".to_string()));
+    assert!(!names(&reader).contains(&"0".to_string()));
+    for index in 0..reader.index().len() {
+        reader.load(index).unwrap();
+    }
+    assert_eq!(reader.index().len(), store.stats().train_samples + 1);
+    // What was evicted may come again.
+    append(&mut store, "0", 5, false).unwrap();
+}
+
+#[test]
+fn held_out_samples_have_a_quota_of_their_own() {
+    let directory = tempfile::tempdir().unwrap();
+    let options = StoreOptions { shard_bytes: 1 << 20, quota_bytes: 40_000, held_out_quota_bytes: 8_000 };
+    let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
+    append(&mut store, "train", 5, false).unwrap();
+    for i in 0..60 {
+        append(&mut store, &format!("held out {i}"), 5, true).unwrap();
+        assert!(store.stats().held_out_bytes <= 8_000);
+    }
+    assert_eq!(store.stats().train_samples, 1, "held-out samples must not push out training samples here");
+    assert!(store.contains("held out 59", 0) && !store.contains("held out 0", 0));
+    assert!(matches!(append(&mut store, "big", 500, true), Err(StatesError::TooLarge { .. })));
+    append(&mut store, "big", 500, false).unwrap();
+}
+
+#[test]
+fn a_concurrent_reader_never_sees_a_broken_sample() {
+    let directory = tempfile::tempdir().unwrap();
+    let options = StoreOptions { shard_bytes: 20_000, quota_bytes: 200_000, held_out_quota_bytes: 20_000 };
+    let mut store = StateStore::open(directory.path(), options).unwrap();
+    let path = directory.path().to_path_buf();
+    let writer = std::thread::spawn(move || {
+        for i in 0..2_000 {
+            append(&mut store, &i.to_string(), 1 + i % 30, i % 10 == 0).unwrap();
+        }
+    });
+    let mut reader = Reader::open(&path).unwrap();
+    let (mut loaded, mut last_round) = (0, false);
+    loop {
+        reader.refresh().unwrap();
+        for index in 0..reader.index().len() {
+            let rows = reader.index()[index].header.rows;
+            match reader.load(index) {
+                Ok(sample) => {
+                    assert_eq!(sample.states, floats(rows));
+                    loaded += 1;
+                }
+                Err(StatesError::Evicted { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+        }
+        if last_round {
+            break;
+        }
+        last_round = writer.is_finished();
+    }
+    writer.join().unwrap();
+    assert!(loaded > 100);
+}
+
+#[test]
+fn forgetting_rewrites_shards() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    for name in ["a", "b", "c"] {
+        append(&mut store, name, 4, false).unwrap();
+    }
+    let mut reader = Reader::open(directory.path()).unwrap();
+    assert_eq!(store.forget(|header| header.request_id == "b").unwrap(), 1);
+    assert!(!store.contains("b", 0));
+    reader.refresh().unwrap();
+    assert_eq!(names(&reader), ["a", "c"]);
+    assert_eq!(reader.load(1).unwrap().states, floats(4));
+    append(&mut store, "d", 4, false).unwrap();
+    reader.refresh().unwrap();
+    assert_eq!(names(&reader), ["a", "c", "d"]);
+    let raw: Vec<u8> = shards(directory.path()).iter().flat_map(|path| fs::read(path).unwrap()).collect();
+    assert!(!raw.windows(17).any(|window| window == b"conversation of b"));
+}
+
+#[test]
+fn a_foreign_file_is_left_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let foreign = directory.path().join("train-0000000000000001.states");
+    fs::write(&foreign, b"something else entirely").unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    append(&mut store, "a", 2, false).unwrap();
+    assert_eq!(names(&Reader::open(directory.path()).unwrap()), ["a"]);
+    assert_eq!(fs::read(&foreign).unwrap(), b"something else entirely");
+}
+
+// ---- collector ----
+
+struct Lab {
+    transfer: tempfile::TempDir,
+    store: tempfile::TempDir,
+    outcomes: Receiver<Outcome>,
+    collector: Collector,
+}
+
+fn lab(change: impl FnOnce(&mut CollectorOptions), tokenizer: bool) -> Lab {
+    let transfer = tempfile::tempdir().unwrap();
+    lab_in(transfer, change, tokenizer)
+}
+
+fn lab_in(transfer: tempfile::TempDir, change: impl FnOnce(&mut CollectorOptions), tokenizer: bool) -> Lab {
+    let store = tempfile::tempdir().unwrap();
+    let mut options = CollectorOptions::new(transfer.path());
+    options.layer_ids = Some(vec![2, 30]);
+    options.hidden_size = Some(HIDDEN);
+    options.vocab_size = Some(1000);
+    change(&mut options);
+    let (sender, outcomes) = channel();
+    let writer = StateStore::open(store.path(), StoreOptions::default()).unwrap();
+    let tokenizer = tokenizer.then(|| tokenizers::Tokenizer::from_bytes(TOKENIZER).unwrap());
+    let collector =
+        Collector::start(options, writer, tokenizer, move |outcome| sender.send(outcome).unwrap()).unwrap();
+    Lab { transfer, store, outcomes, collector }
+}
+
+impl Lab {
+    fn next(&self) -> Outcome {
+        self.outcomes.recv_timeout(Duration::from_secs(20)).expect("no outcome came")
+    }
+
+    fn files(&self) -> usize {
+        fs::read_dir(self.transfer.path()).unwrap().count()
+    }
+}
+
+const TOKENIZER: &[u8] = br#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[
+ {"id":0,"content":"<eos>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
+ "normalizer":null,"pre_tokenizer":{"type":"Whitespace"},"post_processor":null,"decoder":null,
+ "model":{"type":"WordLevel","vocab":{"<eos>":0,"my":1,"router":2,"is":3,"slow":4,"restart":5,"it":6},"unk_token":"<eos>"}}"#;
+
+struct Fake {
+    internal_id: String,
+    layer_ids: String,
+    token_ids: Vec<i64>,
+    prompt: usize,
+    rows: usize,
+    states: Vec<f32>,
+    sha256: Option<String>,
+}
+
+fn fake(internal_id: &str) -> Fake {
+    Fake {
+        internal_id: internal_id.to_string(),
+        layer_ids: "[2, 30]".to_string(),
+        token_ids: vec![1, 2, 3, 4, 5, 6, 0],
+        prompt: 4,
+        rows: 6,
+        states: floats(6),
+        sha256: None,
+    }
+}
+
+impl Fake {
+    fn bytes(&self) -> Vec<u8> {
+        let states = bytes(&self.states);
+        let ids: Vec<u8> = self.token_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
+        let sha256 = self.sha256.clone().unwrap_or_else(|| transfer::checksum(&states, &ids));
+        let metadata = HashMap::from([
+            ("format".to_string(), FORMAT.to_string()),
+            ("request_id".to_string(), self.internal_id.clone()),
+            ("layer_ids".to_string(), self.layer_ids.clone()),
+            ("prompt_tokens".to_string(), self.prompt.to_string()),
+            ("sha256".to_string(), sha256),
+            ("head_digest".to_string(), "abc".to_string()),
+        ]);
+        let layers = self.states.len() / self.rows / HIDDEN;
+        let tensors = [
+            ("hidden_states", TensorView::new(Dtype::F32, vec![self.rows, layers, HIDDEN], &states).unwrap()),
+            ("token_ids", TensorView::new(Dtype::I64, vec![self.token_ids.len()], &ids).unwrap()),
+        ];
+        safetensors::serialize(tensors, Some(metadata)).unwrap()
+    }
+
+    fn publish(&self, directory: &Path) {
+        publish(directory, &self.internal_id, &self.bytes());
+    }
+}
+
+fn publish(directory: &Path, internal_id: &str, bytes: &[u8]) {
+    let path = directory.join(format!("{internal_id}.safetensors"));
+    draftsmith::store::publish(&path, bytes).unwrap();
+}
+
+fn request(request_id: &str, choices: usize) -> RequestSummary {
+    RequestSummary {
+        request_id: request_id.to_string(),
+        conversation_id: "c".to_string(),
+        source: "replay".to_string(),
+        held_out: false,
+        status: "ok".to_string(),
+        n: choices,
+        choices: vec![ChoiceText { content: "restart it".to_string(), ..Default::default() }; choices],
+    }
+}
+
+#[test]
+fn a_file_meets_its_request_in_either_order() {
+    let lab = lab(|_| {}, true);
+    assert!(lab.collector.expect(request("first", 1)));
+    fake("chatcmpl-first-0123abcd").publish(lab.transfer.path());
+    let outcome = lab.next();
+    assert_eq!(outcome.status, OutcomeStatus::Stored);
+    assert_eq!((outcome.prompt_ids, outcome.output_ids), (vec![1, 2, 3, 4], vec![5, 6, 0]));
+
+    fake("cmpl-second-0-0123abcd").publish(lab.transfer.path());
+    lab.collector.expect(request("second", 1));
+    assert_eq!(lab.next().status, OutcomeStatus::Stored);
+    assert_eq!(lab.files(), 0);
+
+    let reader = Reader::open(lab.store.path()).unwrap();
+    assert_eq!(names(&reader), ["first", "second"]);
+    let sample = reader.load(0).unwrap();
+    assert_eq!(sample.states, floats(6));
+    assert_eq!(sample.header.head_digest.as_deref(), Some("abc"));
+    assert_eq!((sample.header.prompt_length, sample.header.source.as_str()), (4, "replay"));
+    lab.collector.stop();
+}
+
+#[test]
+fn choices_are_told_apart() {
+    let lab = lab(|_| {}, true);
+    // Two prompts, two answers each.
+    let mut summary = request("many", 4);
+    summary.n = 2;
+    lab.collector.expect(summary);
+    for name in [
+        "1_cmpl-many-1-0123abcd",
+        "0_cmpl-many-0-0123abcd",
+        "0_cmpl-many-1-0123abcd",
+        "1_cmpl-many-0-0123abcd",
+    ] {
+        fake(name).publish(lab.transfer.path());
+    }
+    let mut seen: Vec<usize> = (0..4).map(|_| lab.next().choice_index).collect();
+    assert_eq!(seen[0], 3);
+    seen.sort();
+    assert_eq!(seen, [0, 1, 2, 3]);
+    assert_eq!(lab.files(), 0);
+}
+
+#[test]
+fn files_from_before_the_start_are_taken_in() {
+    let transfer = tempfile::tempdir().unwrap();
+    fake("chatcmpl-early-0123abcd").publish(transfer.path());
+    let lab = lab_in(transfer, |_| {}, true);
+    lab.collector.expect(request("early", 1));
+    assert_eq!(lab.next().status, OutcomeStatus::Stored);
+}
+
+#[test]
+fn each_fault_has_its_reason_and_the_file_goes() {
+    let lab = lab(|_| {}, true);
+    let mut count = 0;
+    let mut check = |wanted: OutcomeStatus, ids_trusted: bool, change: &dyn Fn(&mut Fake)| {
+        count += 1;
+        let request_id = format!("fault-{count}");
+        let mut file = fake(&format!("chatcmpl-{request_id}-0123abcd"));
+        let published_as = file.internal_id.clone();
+        change(&mut file);
+        lab.collector.expect(request(&request_id, 1));
+        publish(lab.transfer.path(), &published_as, &file.bytes());
+        let outcome = lab.next();
+        assert_eq!(outcome.status, wanted);
+        assert_eq!(!outcome.output_ids.is_empty(), ids_trusted, "{wanted:?}");
+        assert_eq!(lab.files(), 0, "{wanted:?}");
+    };
+    check(OutcomeStatus::Stored, true, &|_| {});
+    check(OutcomeStatus::Checksum, false, &|file| file.sha256 = Some("00".to_string()));
+    check(OutcomeStatus::Shape, false, &|file| {
+        file.token_ids.pop();
+    });
+    check(OutcomeStatus::Shape, false, &|file| file.prompt = 100);
+    check(OutcomeStatus::Shape, false, &|file| file.layer_ids = "[2]".to_string());
+    check(OutcomeStatus::Shape, false, &|file| file.internal_id = "chatcmpl-other-0123abcd".to_string());
+    check(OutcomeStatus::Shape, false, &|file| file.token_ids[0] = -1);
+    check(OutcomeStatus::Format, false, &|file| file.layer_ids = "two".to_string());
+    check(OutcomeStatus::Layers, true, &|file| file.layer_ids = "[3, 30]".to_string());
+    check(OutcomeStatus::Vocabulary, false, &|file| file.token_ids[0] = 1000);
+    check(OutcomeStatus::Text, false, &|file| file.token_ids[4] = 3);
+    check(OutcomeStatus::NotFinite, true, &|file| file.states[5] = f32::NAN);
+    let reader = Reader::open(lab.store.path()).unwrap();
+    assert_eq!(reader.index().len(), 1);
+    assert_eq!(lab.collector.stats().by_status[&OutcomeStatus::Shape], 5);
+
+    let garbage = |name: &str, wanted: OutcomeStatus| {
+        lab.collector.expect(request(name, 1));
+        publish(lab.transfer.path(), &format!("chatcmpl-{name}-0123abcd"), b"no safetensors");
+        assert_eq!(lab.next().status, wanted);
+        assert_eq!(lab.files(), 0);
+    };
+    garbage("garbage", OutcomeStatus::Format);
+}
+
+#[test]
+fn links_are_not_followed() {
+    let outside = tempfile::tempdir().unwrap();
+    let secret = outside.path().join("secret.safetensors");
+    fs::write(&secret, fake("chatcmpl-link-0123abcd").bytes()).unwrap();
+    let transfer = tempfile::tempdir().unwrap();
+    symlink(&secret, transfer.path().join("chatcmpl-link-0123abcd.safetensors")).unwrap();
+    let lab = lab_in(transfer, |_| {}, true);
+    lab.collector.expect(request("link", 1));
+    assert_eq!(lab.next().status, OutcomeStatus::Unreadable);
+    assert_eq!(lab.files(), 0);
+    assert!(secret.exists());
+}
+
+#[test]
+fn what_waits_too_long_is_given_up() {
+    let lab = lab(|options| options.time_out = Duration::from_millis(200), false);
+    lab.collector.expect(request("lonely", 2));
+    fake("0_chatcmpl-lonely-0123abcd").publish(lab.transfer.path());
+    assert_eq!((lab.next().status, lab.next().status), (OutcomeStatus::Stored, OutcomeStatus::Missing));
+    fake("chatcmpl-unknown-0123abcd").publish(lab.transfer.path());
+    // Its outcome comes after the unknown file's time is over, as it began to wait later.
+    lab.collector.expect(request("later", 1));
+    assert_eq!(lab.next().status, OutcomeStatus::Missing);
+    let directory = lab.transfer.path().to_path_buf();
+    let mut events = 0;
+    while fs::read_dir(&directory).unwrap().count() > 0 && events < 50 {
+        lab.collector.expect(request(&format!("tick {events}"), 1));
+        lab.next();
+        events += 1;
+    }
+    assert_eq!(lab.files(), 0);
+    assert_eq!(lab.collector.stats().by_status[&OutcomeStatus::Unmatched], 1);
+}
+
+#[test]
+fn unwanted_files_go_at_once_and_a_duplicate_is_refused() {
+    let lab = lab(|_| {}, false);
+    lab.collector.expect(request("private", 0));
+    fake("chatcmpl-private-0123abcd").publish(lab.transfer.path());
+    for wanted in [OutcomeStatus::Stored, OutcomeStatus::Duplicate] {
+        fake("chatcmpl-twice-0123abcd").publish(lab.transfer.path());
+        lab.collector.expect(request("twice", 1));
+        assert_eq!(lab.next().status, wanted);
+    }
+    assert_eq!(lab.files(), 0);
+    let stats = lab.collector.stats();
+    assert_eq!(stats.by_status[&OutcomeStatus::NotWanted], 1);
+    assert_eq!(stats.store.train_samples, 1);
+}
+
+#[test]
+fn tool_calls_skip_the_text_check_and_reasoning_is_checked() {
+    let lab = lab(|_| {}, true);
+    let mut tools = request("tools", 1);
+    tools.choices[0] =
+        ChoiceText { content: "not in the ids".to_string(), has_tool_calls: true, ..Default::default() };
+    lab.collector.expect(tools);
+    fake("chatcmpl-tools-0123abcd").publish(lab.transfer.path());
+    assert_eq!(lab.next().status, OutcomeStatus::Stored);
+    let mut reasoning = request("reasoning", 1);
+    reasoning.choices[0].reasoning = "slow".to_string();
+    lab.collector.expect(reasoning);
+    fake("chatcmpl-reasoning-0123abcd").publish(lab.transfer.path());
+    assert_eq!(lab.next().status, OutcomeStatus::Text);
+}
+
+#[test]
+fn a_shard_damaged_under_the_index_is_a_typed_error() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    append(&mut store, "a", 2, false).unwrap();
+    let reader = Reader::open(directory.path()).unwrap();
+    let shard = shards(directory.path()).remove(0);
+    let file = fs::OpenOptions::new().write(true).open(&shard).unwrap();
+    file.write_all_at(b"xx", 20).unwrap();
+    assert!(matches!(reader.load(0), Err(StatesError::Damaged { .. })));
+    file.set_len(30).unwrap();
+    assert!(matches!(reader.load(0), Err(StatesError::Damaged { .. })));
+}
