@@ -49,7 +49,7 @@ pub enum HeadDtype {
 pub struct WriteOptions {
     pub format: HeadFormat,
     pub dtype: HeadDtype,
-    /// Needed for the speculators format, unless the head was read from it.
+    /// Needed for the speculators format, unless the head was read from it: then it keeps the verifier it names.
     pub verifier: Option<VerifierReference>,
 }
 

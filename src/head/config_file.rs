@@ -473,7 +473,8 @@ pub(crate) fn render(
     outer.insert("tie_word_embeddings".into(), json!(false));
     outer.insert("torch_dtype".into(), json!(dtype));
     if let Some(verifier) = reference {
-        outer.insert("speculators_config".into(), speculators_config(verifier));
+        // A head that names its verifier already keeps what it says.
+        outer.entry("speculators_config").or_insert_with(|| speculators_config(verifier));
     }
     if !outer.contains_key("speculators_config") {
         return Err(HeadError::MissingField {
