@@ -1,6 +1,31 @@
 //! EAGLE-3 heads: configuration, both checkpoint formats, vocabulary map, compatibility checks.
 //!
-//! What crosses this door: [`HeadConfig`] (what a swap can never change) and [`HeadTensors`] (what training changes).
+//! What crosses this door: [`HeadConfig`] (what a swap can never change) and [`HeadTensors`] (what training changes),
+//! together a [`Head`]; [`VerifierShape`] and [`VerifierTensors`], read from the verifier's directory.
+//!
+//! Promises: a head that was read is whole and understood. An unknown tensor, an unsupported flag, a wrong shape is an
+//! error with its name, since vLLM would serve such a head without a word, and accept next to nothing.
+
+mod checkpoint;
+mod compatible;
+mod config_file;
+mod error;
+mod fields;
+mod fresh;
+mod random;
+mod rope;
+mod tensor_file;
+mod verifier;
+mod vocabulary;
+
+pub use checkpoint::{Head, HeadDtype, WriteOptions};
+pub use compatible::{Fixed, Incompatible, check_swap};
+pub use config_file::{HeadFormat, KeptFields, VerifierReference};
+pub use error::HeadError;
+pub use fresh::{FreshOptions, OutputHead, fresh_head};
+pub use tensor_file::TensorSource;
+pub use verifier::{VerifierIdentity, VerifierShape, file_digest};
+pub use vocabulary::{check_draft_ids, draft_vocabulary, vocabulary_digest};
 
 use serde::{Deserialize, Serialize};
 

@@ -1,0 +1,53 @@
+//! What a registered head says of itself.
+
+use serde::{Deserialize, Serialize};
+
+use super::gate::HeldOutScore;
+use crate::head::{HeadConfig, HeadDtype, HeadFormat, VerifierIdentity};
+
+/// Raised when a reader of the last version would misread the file.
+pub const MANIFEST_SCHEMA: u32 = 1;
+
+/// `manifest.json` beside config.json and model.safetensors.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    pub schema: u32,
+    pub id: String,
+    /// RFC 3339, UTC.
+    pub created_at: String,
+    pub origin: Origin,
+    /// The head that training started from.
+    pub parent: Option<String>,
+    pub verifier: VerifierIdentity,
+    /// Shape, layer ids and flags, as in config.json; here for readers that know neither format.
+    pub config: HeadConfig,
+    pub format: HeadFormat,
+    pub dtype: HeadDtype,
+    /// sha256 of the draft vocabulary, hex.
+    pub vocabulary_digest: String,
+    /// sha256 of model.safetensors, hex: the head's name across machines.
+    pub model_digest: String,
+    pub training: Option<TrainingSummary>,
+    pub score: Option<HeldOutScore>,
+    /// draftsmith's version.
+    pub made_by: String,
+}
+
+/// Where a head comes from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case")]
+pub enum Origin {
+    Fresh { seed: u64 },
+    Trained,
+    Imported { from: String },
+}
+
+/// What a training run saw until it gave this head.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TrainingSummary {
+    pub steps: u64,
+    pub tokens_seen: u64,
+    pub samples: u64,
+    /// The last steps' mean.
+    pub loss: f64,
+}
