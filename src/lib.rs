@@ -10,6 +10,7 @@ pub mod promote;
 pub mod proxy;
 pub mod record;
 pub mod replay;
+pub mod sidecar;
 pub mod states;
 pub mod store;
 pub mod train;

@@ -10,6 +10,10 @@ use clap::{Parser, Subcommand};
 use crate::config::Config;
 
 mod config;
+mod heads;
+mod records;
+mod replay;
+mod serve;
 
 /// Exit code of wrong use, as clap itself uses it.
 const WRONG_USE: u8 = 2;
@@ -23,6 +27,14 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Serve clients in front of vLLM: forward, record, collect hidden states
+    Serve(serve::ServeCommand),
+    /// Replay a prompt dataset through the proxy
+    Replay(replay::ReplayCommand),
+    /// Make, list, show, import and export draft heads
+    Heads(heads::HeadsCommand),
+    /// Look into the captured records
+    Records(records::RecordsCommand),
     /// Check, show or describe the configuration
     Config(config::ConfigCommand),
 }
@@ -62,10 +74,26 @@ impl ConfigFlags {
     }
 }
 
+/// The runtime of the commands that talk to the network.
+fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    Ok(tokio::runtime::Builder::new_multi_thread().enable_all().build()?)
+}
+
+/// Logs go to standard error, so that standard output holds reports alone. `RUST_LOG` chooses what is told.
+fn log_to_standard_error() {
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+}
+
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
+    log_to_standard_error();
     let result = match cli.command {
+        Command::Serve(command) => command.run(),
+        Command::Replay(command) => command.run(),
+        Command::Heads(command) => command.run(),
+        Command::Records(command) => command.run(),
         Command::Config(command) => command.run(),
     };
     match result {

@@ -1,0 +1,77 @@
+//! A stream in flight while the head is swapped: its text must not change, and its largest gap is the swap's price.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use futures_util::StreamExt;
+use serde::Serialize;
+use serde_json::json;
+
+/// One streamed answer and when its pieces came.
+#[derive(Clone, Debug)]
+pub struct StreamedAnswer {
+    pub text: String,
+    pub gaps: Vec<Duration>,
+}
+
+/// What a swap did to a stream.
+#[derive(Clone, Debug, Serialize)]
+pub struct SwapUnderLoad {
+    /// The stream's text equals the text without a swap.
+    pub same_text: bool,
+    pub largest_gap_ms: f64,
+    pub usual_gap_ms: f64,
+    /// From the first control call to the last answer.
+    pub swap_ms: f64,
+}
+
+/// Streams one greedy answer; calls `at_chunk` with the number of pieces so far.
+pub async fn stream_answer(
+    base: &str,
+    prompt: &str,
+    max_tokens: usize,
+    mut at_chunk: impl FnMut(usize),
+) -> anyhow::Result<StreamedAnswer> {
+    let body = json!({
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens, "temperature": 0, "stream": true, "ignore_eos": true,
+    });
+    let response = reqwest::Client::new()
+        .post(format!("{base}/v1/chat/completions"))
+        .json(&body)
+        .send()
+        .await?
+        .error_for_status()?;
+    let mut bytes = response.bytes_stream();
+    let mut decoder = crate::openai::sse::Decoder::new();
+    let mut answer = StreamedAnswer { text: String::new(), gaps: Vec::new() };
+    let mut last: Option<Instant> = None;
+    let mut count = 0;
+    while let Some(chunk) = bytes.next().await {
+        for event in decoder.push(&chunk?) {
+            let Some(data) = event.data.filter(|data| data.as_slice() != b"[DONE]") else {
+                continue;
+            };
+            let value: serde_json::Value = serde_json::from_slice(&data).context("a chunk that is no JSON")?;
+            let Some(text) = value["choices"][0]["delta"]["content"].as_str() else {
+                continue;
+            };
+            answer.text.push_str(text);
+            let now = Instant::now();
+            if let Some(previous) = last {
+                answer.gaps.push(now - previous);
+            }
+            last = Some(now);
+            count += 1;
+            at_chunk(count);
+        }
+    }
+    Ok(answer)
+}
+
+/// The median of some gaps, in milliseconds.
+pub fn median_ms(gaps: &[Duration]) -> f64 {
+    let mut sorted = gaps.to_vec();
+    sorted.sort();
+    sorted.get(sorted.len() / 2).map_or(0.0, |gap| gap.as_secs_f64() * 1e3)
+}

@@ -1,0 +1,283 @@
+//! One process of `draftsmith serve`: wires the proxy, the recorder, the states collector and the control port together.
+//!
+//! ```text
+//! proxy --exchange--> rows --> recorder (WAL, Parquet)
+//!                       \--> collector --ids and outcome--> recorder
+//! ```
+//!
+//! Everything that could wait stands behind a bounded hand-off; the request path never does. Ports are bound before
+//! anything else starts, so that a wrong address ends the process with nothing half done.
+
+mod rows;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::time::Duration;
+
+use anyhow::Context;
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+
+use crate::config::{Config, TokenIds};
+use crate::control::{self, Controlled, PartReport};
+use crate::head::VerifierShape;
+use crate::proxy::{Exchange, Observer, Proxy, ProxyOptions};
+use crate::record::{Record, Recorder, RecorderHandle, RecorderOptions};
+use crate::states::{Collector, CollectorOptions, StateStore, StoreOptions};
+use crate::store::DataDir;
+use rows::{RowOptions, rows, signed_ids};
+
+/// Finished exchanges that may wait to be parsed; more are dropped and counted.
+const PARSE_QUEUE: usize = 4096;
+/// How long vLLM may take to answer the readiness probe.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
+/// The share of the states' quota that held-out samples may take.
+const HELD_OUT_QUOTA_SHARE: u64 = 4;
+
+/// Serves until SIGTERM or SIGINT, then drains streams, seals the records and returns.
+pub async fn serve(config: Config) -> anyhow::Result<()> {
+    let listener = bind("proxy.listen", config.proxy.listen).await?;
+    let control_listener = bind("control.listen", config.control.listen).await?;
+    let data = DataDir::new(&config.data.directory);
+    data.create().with_context(|| format!("data directory {}", data.root().display()))?;
+    let metrics = control::install_metrics()?;
+
+    let ids_from_plugin =
+        config.record.token_ids == TokenIds::Plugin && config.states.transfer_directory.is_some();
+    let recorder = start_recorder(&config, &data, ids_from_plugin)?;
+    let collector = match &config.states.transfer_directory {
+        Some(directory) => Some(start_collector(&config, &data, directory, recorder.clone())?),
+        None => None,
+    };
+    let row_options = RowOptions {
+        held_out_fraction: config.data.held_out_fraction,
+        keep_raw: config.record.keep_raw,
+        ids_from_plugin,
+    };
+    let observer = start_observer(recorder.clone(), collector, row_options)?;
+
+    let mut options = ProxyOptions::new(config.proxy.upstream.parse().context("proxy.upstream")?);
+    options.allow_control_routes = config.proxy.allow_control_routes;
+    options.inject_token_ids = config.record.enabled && config.record.token_ids == TokenIds::Request;
+    options.max_request_bytes = config.proxy.max_request_bytes;
+    options.max_capture_bytes = config.proxy.max_recorded_bytes;
+    options.drain_timeout = Duration::from_secs(config.proxy.drain_seconds);
+    let proxy = Arc::new(Proxy::new(options, observer.clone())?);
+
+    let controlled = Arc::new(Parts { upstream: config.proxy.upstream.clone(), recorder: recorder.clone() });
+    let (stop_control, mut control_stopped) = watch::channel(false);
+    let control_task = tokio::spawn(async move {
+        let stopped = async {
+            // An error means that the sender is gone, which is the end as well.
+            let _ = control_stopped.changed().await;
+        };
+        control::serve(control_listener, controlled, metrics, stopped).await;
+    });
+    tracing::info!(listen = %listener.local_addr()?, upstream = config.proxy.upstream, "serving");
+    let drained = proxy.clone().serve(listener, shutdown_signal()).await;
+    tracing::info!(?drained, "no more requests; sealing what was recorded");
+    drop(proxy);
+    tokio::task::spawn_blocking(move || {
+        observer.finish();
+        recorder.shutdown();
+    })
+    .await?;
+    let _ = stop_control.send(true);
+    control_task.await?;
+    Ok(())
+}
+
+async fn bind(key: &str, address: std::net::SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.with_context(|| {
+        format!("cannot bind {key} = {address}; choose a free port and an address of this machine")
+    })
+}
+
+/// Resolves at SIGTERM or SIGINT.
+async fn shutdown_signal() {
+    use tokio::signal::unix::{SignalKind, signal};
+    let (Ok(mut terminate), Ok(mut interrupt)) =
+        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
+        tracing::error!("cannot listen for signals; stop this process with SIGKILL");
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+}
+
+fn start_recorder(config: &Config, data: &DataDir, expect_join: bool) -> anyhow::Result<RecorderHandle> {
+    let options = RecorderOptions {
+        memory_bytes: config.record.queue_bytes,
+        flush_interval: Duration::from_millis(config.record.flush_interval_ms),
+        segment_bytes: config.record.segment_bytes,
+        segment_age: Duration::from_secs(config.record.seal_after_seconds),
+        expect_join,
+        join_timeout: Duration::from_secs(config.record.join_timeout_seconds),
+        ..RecorderOptions::default()
+    };
+    Ok(Recorder::start(data, options)?)
+}
+
+fn start_collector(
+    config: &Config,
+    data: &DataDir,
+    transfer_directory: &std::path::Path,
+    recorder: RecorderHandle,
+) -> anyhow::Result<Collector> {
+    std::fs::create_dir_all(transfer_directory)
+        .with_context(|| format!("states.transfer_directory {}", transfer_directory.display()))?;
+    let mut options = CollectorOptions::new(transfer_directory);
+    options.time_out = Duration::from_secs(config.states.unmatched_seconds);
+    let mut tokenizer = None;
+    if let Some(directory) = &config.verifier.directory {
+        let shape = VerifierShape::read(directory)?;
+        options.hidden_size = Some(shape.hidden_size);
+        options.vocab_size = Some(shape.vocab_size);
+        let path = directory.join("tokenizer.json");
+        let loaded = tokenizers::Tokenizer::from_file(&path)
+            .map_err(|error| anyhow::anyhow!("tokenizer {}: {error}", path.display()))?;
+        tokenizer = Some(loaded);
+    }
+    let store = StateStore::open(
+        &data.states(),
+        StoreOptions {
+            shard_bytes: config.states.shard_bytes,
+            quota_bytes: config.states.quota_bytes,
+            held_out_quota_bytes: config.states.quota_bytes / HELD_OUT_QUOTA_SHARE,
+        },
+    )?;
+    let collector = Collector::start(options, store, tokenizer, move |outcome| {
+        let choice_index = u32::try_from(outcome.choice_index).unwrap_or(u32::MAX);
+        recorder.join_ids(
+            outcome.request_id,
+            choice_index,
+            signed_ids(&outcome.prompt_ids),
+            signed_ids(&outcome.output_ids),
+            outcome.status.as_str(),
+        );
+    })?;
+    Ok(collector)
+}
+
+/// Takes finished exchanges off the request path and parses them on a thread of its own.
+struct Tee {
+    recorder: RecorderHandle,
+    sender: SyncSender<Message>,
+    parser: std::sync::Mutex<Option<std::thread::JoinHandle<()>>>,
+}
+
+enum Message {
+    Finished(Box<Exchange>),
+    Stop,
+}
+
+fn start_observer(
+    recorder: RecorderHandle,
+    collector: Option<Collector>,
+    options: RowOptions,
+) -> anyhow::Result<Arc<Tee>> {
+    let (sender, receiver) = sync_channel(PARSE_QUEUE);
+    let writer = recorder.clone();
+    let parser = std::thread::Builder::new()
+        .name("rows".to_owned())
+        .spawn(move || parse_until_stopped(&receiver, &writer, collector, &options))
+        .context("cannot start the thread that makes rows")?;
+    Ok(Arc::new(Tee { recorder, sender, parser: std::sync::Mutex::new(Some(parser)) }))
+}
+
+fn parse_until_stopped(
+    receiver: &Receiver<Message>,
+    recorder: &RecorderHandle,
+    collector: Option<Collector>,
+    options: &RowOptions,
+) {
+    while let Ok(Message::Finished(exchange)) = receiver.recv() {
+        let (records, summary) = rows(&exchange, options);
+        recorder.record(records);
+        if let Some(collector) = &collector {
+            collector.expect(summary);
+        }
+    }
+    if let Some(collector) = collector {
+        collector.stop();
+    }
+}
+
+impl Tee {
+    /// Works off what was handed over, so that the recorder can be shut down after it.
+    fn finish(&self) {
+        let _ = self.sender.send(Message::Stop);
+        let parser = self.parser.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+        if let Some(thread) = parser
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that makes rows ended with a panic");
+        }
+    }
+}
+
+impl Observer for Tee {
+    fn begin(&self, request_id: &str) {
+        self.recorder.begin(Record::new(request_id, "", crate::record::now_micros()));
+    }
+
+    fn finished(&self, exchange: Exchange) {
+        let request_id = exchange.request_id.clone();
+        if self.sender.try_send(Message::Finished(Box::new(exchange))).is_err() {
+            metrics::counter!("draftsmith_record_dropped_total", "what" => "exchange").increment(1);
+            self.recorder.abandon(request_id);
+        }
+    }
+}
+
+/// What the control port reports on.
+struct Parts {
+    upstream: String,
+    recorder: RecorderHandle,
+}
+
+impl Controlled for Parts {
+    fn readiness(&self) -> Pin<Box<dyn Future<Output = Vec<PartReport>> + Send>> {
+        let upstream = self.upstream.clone();
+        let recorder = self.recorder.stats();
+        Box::pin(async move {
+            let probe =
+                reqwest::Client::new().get(format!("{upstream}/health")).timeout(PROBE_TIMEOUT).send().await;
+            let (ready, detail) = match probe {
+                Ok(response) => {
+                    (response.status().is_success(), format!("health answers {}", response.status()))
+                }
+                Err(error) => (false, format!("health: {error}")),
+            };
+            vec![
+                PartReport { part: "vllm", ready, detail },
+                PartReport {
+                    part: "recorder",
+                    // Serving goes on without recording, so a failing disk is told, not turned into "not ready".
+                    ready: true,
+                    detail: format!(
+                        "{} rows, {} dropped, {} disk errors",
+                        recorder.rows, recorder.dropped_rows, recorder.disk_errors
+                    ),
+                },
+            ]
+        })
+    }
+
+    fn flush(&self) -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> {
+        let recorder = self.recorder.clone();
+        Box::pin(async move {
+            let sealed = tokio::task::spawn_blocking(move || recorder.flush()).await;
+            match sealed {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(error)) => Err(error.to_string()),
+                Err(error) => Err(error.to_string()),
+            }
+        })
+    }
+}
