@@ -189,7 +189,8 @@ impl AnswerBuilder {
     fn take_usage(&mut self, usage: &Value) {
         // With continuous usage every event carries counts so far; the last word counts.
         let kept = &mut self.answer.usage;
-        let count = |pointer: &str, before: Option<u64>| usage.pointer(pointer).and_then(Value::as_u64).or(before);
+        let count =
+            |pointer: &str, before: Option<u64>| usage.pointer(pointer).and_then(Value::as_u64).or(before);
         kept.prompt_tokens = count("/prompt_tokens", kept.prompt_tokens);
         kept.completion_tokens = count("/completion_tokens", kept.completion_tokens);
         kept.cached_tokens = count("/prompt_tokens_details/cached_tokens", kept.cached_tokens);

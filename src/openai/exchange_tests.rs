@@ -38,7 +38,7 @@ fn a_streamed_and_a_whole_answer_are_the_same() {
     for (whole, streamed) in [
         ("chat", "chat_stream"),
         ("chat_logprobs", "chat_logprobs_stream"),
-        ("reason_chat", "reason_chat_stream"),
+        ("reason_chat_end", "reason_chat_stream"),
         ("reason_switch", "reason_switch_stream"),
         ("tools_named", "tools_named_stream"),
         ("completion_rtid", "completion_rtid_stream"),
@@ -66,9 +66,11 @@ fn ids_usage_and_choices_are_found() {
     assert_eq!(chat.model.as_deref(), Some("smollm2"));
     let two = answer("chat_n2_stream.resp.http");
     assert_eq!(two.choices.len(), 2);
-    assert!(two.choices.iter().all(|choice| choice.prompt_token_ids.is_some() && choice.finish_reason.is_some()));
+    assert!(
+        two.choices.iter().all(|choice| choice.prompt_token_ids.is_some() && choice.finish_reason.is_some())
+    );
     let reasoned = answer("reason_chat_end.resp.http");
-    assert!(reasoned.choices[0].reasoning.is_some());
+    assert!(answer("reason_chat.resp.http").choices[0].reasoning.is_some());
     assert_eq!(reasoned.usage.cached_tokens, Some(0));
     assert_eq!(reasoned.usage.reasoning_tokens, Some(0));
 }
@@ -85,11 +87,15 @@ fn endings_are_told_apart() {
     assert_eq!(status("disconnect.resp.http", Status::Ok), Status::Truncated);
     assert_eq!(status("engine_death_stream.sse", Status::Ok), Status::UpstreamError);
     assert_eq!(status("pause_abort_stream.sse", Status::Ok), Status::Aborted);
-    assert_eq!(status("stop_str.resp.http", Status::Ok), Status::Ok);
+    assert_eq!(status("reason_switch.resp.http", Status::Ok), Status::Ok);
     assert_eq!(status("err_model.resp.http", Status::ClientError), Status::ClientError);
     assert!(answer("engine_death_stream.sse").error_json.unwrap().contains("EngineCore"));
     assert!(answer("err_model.resp.http").error_json.unwrap().contains("NotFoundError"));
-    assert!(answer("stop_str.resp.http").choices[0].stop_reason.is_some());
+    let stopped = br#"{"choices":[{"text":"a","finish_reason":"stop","stop_reason":"2"},{"index":1,"finish_reason":"stop","stop_reason":7}]}"#;
+    let found = Answer::from_response(200, Some("application/json"), stopped);
+    assert_eq!(found.choices[0].stop_reason.as_deref(), Some("2"));
+    assert_eq!(found.choices[1].stop_reason.as_deref(), Some("7"));
+    assert_eq!(found.status_of(found.choices.first(), Status::Ok), Status::Ok);
 }
 
 #[test]
@@ -135,7 +141,11 @@ fn a_restored_answer_has_no_ids_and_is_else_the_same() {
     for name in response_names() {
         let (status, content_type, body) = sample(&name);
         let before = Answer::from_response(status, Some(&content_type), &body);
-        let restored = if is_event_stream(Some(&content_type)) { restore_stream(&body, body.len()) } else { restore_json(&body) };
+        let restored = if is_event_stream(Some(&content_type)) {
+            restore_stream(&body, body.len())
+        } else {
+            restore_json(&body)
+        };
         let after = Answer::from_response(status, Some(&content_type), &restored);
         let mut expected = before;
         for choice in &mut expected.choices {

@@ -29,7 +29,8 @@ pub fn ask_for_ids(body: &[u8]) -> Option<Vec<u8>> {
         return Some(replace(text, &spans, b"true"));
     }
     let inside = spans::skip_space(text, 0) + 1;
-    let flag: &[u8] = if members.is_empty() { b"\"return_token_ids\":true" } else { b"\"return_token_ids\":true," };
+    let flag: &[u8] =
+        if members.is_empty() { b"\"return_token_ids\":true" } else { b"\"return_token_ids\":true," };
     let mut edited = Vec::with_capacity(text.len() + flag.len());
     edited.extend_from_slice(&text[..inside]);
     edited.extend_from_slice(flag);
@@ -170,7 +171,9 @@ fn is_bare(text: &[u8], choice: usize) -> bool {
     for part in spans::members(text, choice).unwrap_or_default() {
         let value = &text[part.value.clone()];
         match part.key.as_str() {
-            "delta" => empty_delta = spans::members(text, part.value.start).is_some_and(|members| members.is_empty()),
+            "delta" => {
+                empty_delta = spans::members(text, part.value.start).is_some_and(|members| members.is_empty())
+            }
             "token_ids" => has_ids = value.starts_with(b"["),
             "index" => {}
             _ if value == b"null" => {}
@@ -189,8 +192,14 @@ mod tests {
         let edit = |body: &str| ask_for_ids(body.as_bytes()).map(|edited| String::from_utf8(edited).unwrap());
         assert_eq!(edit(r#" {"model":"m"}"#).unwrap(), r#" {"return_token_ids":true,"model":"m"}"#);
         assert_eq!(edit("{}").unwrap(), r#"{"return_token_ids":true}"#);
-        assert_eq!(edit(r#"{"return_token_ids":false,"a":1}"#).unwrap(), r#"{"return_token_ids":true,"a":1}"#);
-        assert_eq!(edit(r#"{"return_\u0074oken_ids": null }"#).unwrap(), r#"{"return_\u0074oken_ids": true }"#);
+        assert_eq!(
+            edit(r#"{"return_token_ids":false,"a":1}"#).unwrap(),
+            r#"{"return_token_ids":true,"a":1}"#
+        );
+        assert_eq!(
+            edit(r#"{"return_\u0074oken_ids": null }"#).unwrap(),
+            r#"{"return_\u0074oken_ids": true }"#
+        );
         assert!(edit(r#"{"messages":"return_token_ids"}"#).is_some());
         for kept in [
             r#"{"return_token_ids":true}"#,

@@ -114,9 +114,10 @@ fn skip_value(text: &[u8], at: usize) -> Option<usize> {
             b' ' | b'\n' | b'\r' | b'\t' | b',' | b':' if depth > 0 => position += 1,
             _ => {
                 let start = position;
-                while text.get(position).is_some_and(|byte| {
-                    byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'+' | b'.')
-                }) {
+                while text
+                    .get(position)
+                    .is_some_and(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'+' | b'.'))
+                {
                     position += 1;
                 }
                 if position == start {
@@ -139,8 +140,10 @@ mod tests {
     fn spans_are_the_values() {
         let text = br#" { "a" : [1, {"b":"]}\""}] ,"\u0063":null, "d":-1.5e+3}"#;
         let found = members(text, 0).unwrap();
-        let values: Vec<_> =
-            found.iter().map(|member| (member.key.as_str(), std::str::from_utf8(&text[member.value.clone()]).unwrap())).collect();
+        let values: Vec<_> = found
+            .iter()
+            .map(|member| (member.key.as_str(), std::str::from_utf8(&text[member.value.clone()]).unwrap()))
+            .collect();
         assert_eq!(values, [("a", r#"[1, {"b":"]}\""}]"#), ("c", "null"), ("d", "-1.5e+3")]);
         assert_eq!(elements(text, found[0].value.start).unwrap().len(), 2);
         assert_eq!(members(b"{}", 0).unwrap(), []);
@@ -148,7 +151,18 @@ mod tests {
 
     #[test]
     fn broken_text_gives_nothing() {
-        for text in ["", "{", "{\"a", "{\"a\"", "{\"a\":", "{\"a\":[", "{\"a\":1", "{\"a\":1]", "[1,2]", "{\"a\":\"\\"] {
+        for text in [
+            "",
+            "{",
+            "{\"a",
+            "{\"a\"",
+            "{\"a\":",
+            "{\"a\":[",
+            "{\"a\":1",
+            "{\"a\":1]",
+            "[1,2]",
+            "{\"a\":\"\\",
+        ] {
             assert_eq!(members(text.as_bytes(), 0), None, "{text}");
         }
     }

@@ -148,7 +148,8 @@ mod tests {
     #[test]
     fn every_line_end_and_field_form_is_read() {
         for end in ["\n", "\r\n", "\r"] {
-            let text = ": comment||data: one||event: x|data:two|data: three|id: 7||data|data:||data: last".replace('|', end);
+            let text = ": comment||data: one||event: x|data:two|data: three|id: 7||data|data:||data: last"
+                .replace('|', end);
             let (data, raw) = decode(&[text.as_bytes()]);
             assert_eq!(data, ["one", "two\nthree", "\n", "last"], "{end:?}");
             assert_eq!(raw, text.as_bytes());

@@ -58,14 +58,19 @@ impl fmt::Display for Status {
 
 /// The word is no status.
 #[derive(Debug, thiserror::Error, PartialEq)]
-#[error("no status is named {0:?}; use one of ok, length, cancelled, aborted, client_error, upstream_error, truncated, proxy_restart")]
+#[error(
+    "no status is named {0:?}; use one of ok, length, cancelled, aborted, client_error, upstream_error, truncated, proxy_restart"
+)]
 pub struct UnknownStatus(pub String);
 
 impl FromStr for Status {
     type Err = UnknownStatus;
 
     fn from_str(word: &str) -> Result<Self, UnknownStatus> {
-        Status::ALL.into_iter().find(|status| status.as_str() == word).ok_or_else(|| UnknownStatus(word.to_owned()))
+        Status::ALL
+            .into_iter()
+            .find(|status| status.as_str() == word)
+            .ok_or_else(|| UnknownStatus(word.to_owned()))
     }
 }
 
