@@ -1,0 +1,116 @@
+//! What the proxy hands over for each recorded request.
+
+use bytes::Bytes;
+use hyper::HeaderMap;
+use hyper::header::CONTENT_TYPE;
+use jiff::Timestamp;
+
+use crate::openai::{Answer, Choice, RequestView, Status};
+
+/// Is told of recorded requests. It is called on the request path: it must not block and must not panic.
+pub trait Observer: Send + Sync + 'static {
+    /// A recorded request goes to vLLM under this id. Once for each id.
+    fn begin(&self, request_id: &str);
+
+    /// The request has ended, in whatever way. Once for each `begin`.
+    fn finished(&self, exchange: Exchange);
+}
+
+/// The recorded routes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Endpoint {
+    ChatCompletions,
+    Completions,
+}
+
+impl Endpoint {
+    pub fn path(self) -> &'static str {
+        match self {
+            Endpoint::ChatCompletions => "/v1/chat/completions",
+            Endpoint::Completions => "/v1/completions",
+        }
+    }
+
+    /// What vLLM puts before the request id to make the answer's id.
+    pub fn id_prefix(self) -> &'static str {
+        match self {
+            Endpoint::ChatCompletions => "chatcmpl-",
+            Endpoint::Completions => "cmpl-",
+        }
+    }
+}
+
+/// Where the request came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    Live,
+    Replay,
+}
+
+impl Source {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Source::Live => "live",
+            Source::Replay => "replay",
+        }
+    }
+}
+
+/// The raw pieces of one recorded request. Parsing is left to the observer's own thread: see [`Exchange::parse`].
+#[derive(Clone, Debug)]
+pub struct Exchange {
+    pub request_id: String,
+    pub endpoint: Endpoint,
+    pub received_at: Timestamp,
+    /// When the first byte of the answer's body came from vLLM.
+    pub first_byte_at: Option<Timestamp>,
+    pub finished_at: Timestamp,
+    /// The answer's status: vLLM's or, where it gave none, the proxy's own. None if the client left before either.
+    pub http_status: Option<u16>,
+    /// How the transfer ended: ok, cancelled, client_error, upstream_error or truncated. [`Parsed::status_of`] refines
+    /// it for each choice.
+    pub transfer: Status,
+    /// The client's body, before any flag was added. Empty if the client left before it was whole.
+    pub request_body: Bytes,
+    /// The client's headers, credentials among them: a recorder may hash them, never keep them.
+    pub request_headers: HeaderMap,
+    pub response_headers: HeaderMap,
+    /// vLLM's body with the ids that were asked for on the client's behalf, up to the capture limit.
+    pub response_body: Bytes,
+    /// The answer outgrew the capture limit; `transfer` is then truncated.
+    pub response_cut: bool,
+    /// `x-draftsmith-conversation`.
+    pub conversation_id: Option<String>,
+    pub source: Source,
+}
+
+/// An exchange, read.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Parsed {
+    pub request: RequestView,
+    pub answer: Answer,
+    transfer: Status,
+}
+
+impl Exchange {
+    /// Reads both bodies; never fails. Costs time in proportion to them, so not on the request path.
+    pub fn parse(&self) -> Parsed {
+        let content_type = self.response_headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
+        Parsed {
+            request: RequestView::parse(&self.request_body),
+            answer: Answer::from_response(
+                self.http_status.unwrap_or_default(),
+                content_type,
+                &self.response_body,
+            ),
+            transfer: self.transfer,
+        }
+    }
+}
+
+impl Parsed {
+    /// How this choice ended; with none, how the request ended that gave no choice.
+    pub fn status_of(&self, choice: Option<&Choice>) -> Status {
+        self.answer.status_of(choice, self.transfer)
+    }
+}

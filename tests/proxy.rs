@@ -1,0 +1,768 @@
+//! The proxy between real sockets: a scripted upstream behind it, a client before it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bytes::Bytes;
+use draftsmith::proxy::{Drained, Exchange, Observer, Proxy, ProxyOptions, Source, Status};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Notify, mpsc, oneshot};
+
+/// Nothing here takes near so long unless it hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+async fn soon<T>(future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future).await.expect("it happens soon")
+}
+
+// ---- The upstream ----
+
+/// What the upstream does with a request, in order.
+#[derive(Clone)]
+enum Act {
+    Write(Vec<u8>),
+    /// Until the test lets it go on.
+    Wait(Arc<Notify>),
+    /// Until the proxy closes the connection; then tells the test.
+    UntilClosed(Arc<Notify>),
+    Close,
+}
+
+#[derive(Clone, Debug)]
+struct Seen {
+    head: String,
+    body: Vec<u8>,
+}
+
+impl Seen {
+    fn header(&self, name: &str) -> Option<&str> {
+        header(&self.head, name)
+    }
+}
+
+fn header<'a>(head: &'a str, name: &str) -> Option<&'a str> {
+    let lines = head.lines().filter_map(|line| line.split_once(':'));
+    lines.filter(|(found, _)| found.eq_ignore_ascii_case(name)).map(|(_, value)| value.trim()).next()
+}
+
+struct Upstream {
+    address: String,
+    seen: mpsc::UnboundedReceiver<Seen>,
+    connections: Arc<AtomicUsize>,
+}
+
+/// `script` is given the request and its number, from 0.
+async fn upstream(script: impl Fn(usize, &Seen) -> Vec<Act> + Send + Sync + 'static) -> Upstream {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let (sender, seen) = mpsc::unbounded_channel();
+    let connections = Arc::new(AtomicUsize::new(0));
+    let counted = connections.clone();
+    let script = Arc::new(script);
+    let number = Arc::new(AtomicUsize::new(0));
+    tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            counted.fetch_add(1, Ordering::SeqCst);
+            tokio::spawn(play(stream, script.clone(), number.clone(), sender.clone()));
+        }
+    });
+    Upstream { address, seen, connections }
+}
+
+async fn play(
+    mut stream: TcpStream,
+    script: Arc<impl Fn(usize, &Seen) -> Vec<Act>>,
+    number: Arc<AtomicUsize>,
+    sender: mpsc::UnboundedSender<Seen>,
+) {
+    let mut buffer = Vec::new();
+    while let Some(seen) = read_message(&mut stream, &mut buffer).await {
+        let acts = script(number.fetch_add(1, Ordering::SeqCst), &seen);
+        let _ = sender.send(seen);
+        for act in acts {
+            match act {
+                Act::Write(bytes) => {
+                    if stream.write_all(&bytes).await.is_err() {
+                        return;
+                    }
+                }
+                Act::Wait(notify) => notify.notified().await,
+                Act::UntilClosed(notify) => {
+                    let mut byte = [0];
+                    while matches!(stream.read(&mut byte).await, Ok(count) if count > 0) {}
+                    notify.notify_one();
+                    return;
+                }
+                Act::Close => return,
+            }
+        }
+    }
+}
+
+/// Reads one message; its body is decoded. None at the connection's end.
+async fn read_message(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> Option<Seen> {
+    let head_end = loop {
+        if let Some(position) = find(buffer, b"\r\n\r\n") {
+            break position;
+        }
+        if stream.read_buf(buffer).await.ok()? == 0 {
+            return None;
+        }
+    };
+    let head = String::from_utf8(buffer[..head_end].to_vec()).unwrap();
+    buffer.drain(..head_end + 4);
+    if header(&head, "transfer-encoding") == Some("chunked") {
+        let mut body = Vec::new();
+        while let Some(piece) = read_chunk(stream, buffer).await? {
+            body.extend(piece);
+        }
+        return Some(Seen { head, body });
+    }
+    let length: usize = header(&head, "content-length").map_or(0, |value| value.parse().unwrap());
+    while buffer.len() < length {
+        if stream.read_buf(buffer).await.ok()? == 0 {
+            return None;
+        }
+    }
+    Some(Seen { head, body: buffer.drain(..length).collect() })
+}
+
+/// One chunk of a chunked body; `Some(None)` is the last, None a broken one.
+async fn read_chunk(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> Option<Option<Vec<u8>>> {
+    loop {
+        if let Some(line_end) = find(buffer, b"\r\n") {
+            let size = usize::from_str_radix(std::str::from_utf8(&buffer[..line_end]).unwrap(), 16).unwrap();
+            let end = line_end + 2 + size + 2;
+            if buffer.len() >= end {
+                let piece = buffer[line_end + 2..line_end + 2 + size].to_vec();
+                buffer.drain(..end);
+                return Some(Some(piece).filter(|found| !found.is_empty()));
+            }
+        }
+        if stream.read_buf(buffer).await.ok()? == 0 {
+            return None;
+        }
+    }
+}
+
+fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
+    bytes.windows(wanted.len()).position(|window| window == wanted)
+}
+
+fn chunk(bytes: &[u8]) -> Vec<u8> {
+    [format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat()
+}
+
+fn json(body: &str) -> Vec<u8> {
+    format!(
+        "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .into_bytes()
+}
+
+const SSE_HEAD: &[u8] =
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
+
+// ---- The proxy ----
+
+struct Watching {
+    begun: mpsc::UnboundedSender<String>,
+    finished: mpsc::UnboundedSender<Exchange>,
+}
+
+impl Observer for Watching {
+    fn begin(&self, request_id: &str) {
+        self.begun.send(request_id.to_owned()).unwrap();
+    }
+
+    fn finished(&self, exchange: Exchange) {
+        self.finished.send(exchange).unwrap();
+    }
+}
+
+struct Running {
+    address: String,
+    begun: mpsc::UnboundedReceiver<String>,
+    finished: mpsc::UnboundedReceiver<Exchange>,
+    stop: oneshot::Sender<()>,
+    ended: tokio::task::JoinHandle<Drained>,
+}
+
+async fn proxy(upstream_address: &str, change: impl FnOnce(&mut ProxyOptions)) -> Running {
+    let mut options = ProxyOptions::new(format!("http://{upstream_address}").parse().unwrap());
+    change(&mut options);
+    let (begun_sender, begun) = mpsc::unbounded_channel();
+    let (finished_sender, finished) = mpsc::unbounded_channel();
+    let observer = Arc::new(Watching { begun: begun_sender, finished: finished_sender });
+    let running = Arc::new(Proxy::new(options, observer).unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let (stop, stopped) = oneshot::channel();
+    let ended = tokio::spawn(running.serve(listener, async {
+        let _ = stopped.await;
+    }));
+    Running { address, begun, finished, stop, ended }
+}
+
+impl Running {
+    async fn exchange(&mut self) -> Exchange {
+        soon(self.finished.recv()).await.unwrap()
+    }
+
+    async fn send(&self, request: &[u8]) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.address).await.unwrap();
+        stream.write_all(request).await.unwrap();
+        stream
+    }
+
+    /// Sends a request on a connection of its own; gives the whole answer.
+    async fn ask(&self, request: &[u8]) -> Seen {
+        let mut stream = self.send(request).await;
+        soon(read_message(&mut stream, &mut Vec::new())).await.expect("a whole answer")
+    }
+}
+
+fn post(path: &str, headers: &str, body: &[u8]) -> Vec<u8> {
+    let head =
+        format!("POST {path} HTTP/1.1\r\nhost: client\r\n{headers}content-length: {}\r\n\r\n", body.len());
+    [head.as_bytes(), body].concat()
+}
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn status(answer: &Seen) -> u16 {
+    answer.head.split(' ').nth(1).unwrap().parse().unwrap()
+}
+
+// ---- The samples ----
+
+struct Sample {
+    name: String,
+    path: &'static str,
+    request: Vec<u8>,
+    /// As it goes over the wire, a stream cut into one chunk for each event.
+    wire: Vec<u8>,
+    status: u16,
+    body: Vec<u8>,
+    streamed: bool,
+}
+
+fn samples() -> Vec<Sample> {
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/samples");
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(&folder).unwrap() {
+        let file = entry.unwrap().file_name().into_string().unwrap();
+        let Some(name) = file.strip_suffix(".resp.http") else {
+            continue;
+        };
+        let request = std::fs::read(folder.join(format!("{name}.req.json"))).unwrap();
+        let response = std::fs::read(folder.join(&file)).unwrap();
+        let head_end = find(&response, b"\r\n\r\n").unwrap() + 4;
+        let (head, body) = response.split_at(head_end);
+        let text = std::str::from_utf8(head).unwrap();
+        let streamed = text.contains("transfer-encoding: chunked");
+        let mut wire = head.to_vec();
+        if streamed {
+            for event in String::from_utf8(body.to_vec()).unwrap().split_inclusive("\n\n") {
+                wire.extend(chunk(event.as_bytes()));
+            }
+            wire.extend(b"0\r\n\r\n");
+        } else {
+            wire.extend(body);
+        }
+        let chat = find(&request, b"\"messages\"").is_some() || name.contains("chat");
+        found.push(Sample {
+            name: name.to_owned(),
+            path: if chat { CHAT } else { "/v1/completions" },
+            status: text.split(' ').nth(1).unwrap().parse().unwrap(),
+            request,
+            wire,
+            body: body.to_vec(),
+            streamed,
+        });
+    }
+    assert!(found.len() > 25, "the samples are there");
+    found
+}
+
+/// Each id array as null, found by text alone: no sample speaks of ids in its content.
+fn without_ids(body: &[u8]) -> Vec<u8> {
+    let mut text = String::from_utf8(body.to_vec()).unwrap();
+    while let Some(start) = text.find("token_ids\":[") {
+        let end = start + text[start..].find(']').unwrap() + 1;
+        text.replace_range(start..end, "token_ids\":null");
+    }
+    text.into_bytes()
+}
+
+#[tokio::test]
+async fn clients_get_vllms_bytes() {
+    for sample in samples() {
+        let wire = sample.wire.clone();
+        let mut up = upstream(move |_, _| vec![Act::Write(wire.clone())]).await;
+        let mut running = proxy(&up.address, |_| {}).await;
+        let answer = running.ask(&post(sample.path, "", &sample.request)).await;
+        assert_eq!((status(&answer), &answer.body), (sample.status, &sample.body), "{}", sample.name);
+        assert_eq!(soon(up.seen.recv()).await.unwrap().body, sample.request, "{}", sample.name);
+        let exchange = running.exchange().await;
+        assert_eq!(exchange.response_body, sample.body, "{}", sample.name);
+        assert_eq!(exchange.request_body, sample.request, "{}", sample.name);
+        let parsed = exchange.parse();
+        let expected = if sample.status == 200 { Status::Ok } else { Status::ClientError };
+        assert_eq!(exchange.transfer, expected, "{}", sample.name);
+        assert_eq!(parsed.answer.choices.is_empty(), sample.status != 200, "{}", sample.name);
+        assert_eq!(parsed.answer.error_json.is_some(), sample.status != 200, "{}", sample.name);
+    }
+}
+
+#[tokio::test]
+async fn ids_asked_for_by_the_proxy_are_taken_out_again() {
+    for sample in samples() {
+        let mut request: serde_json::Value = serde_json::from_slice(&sample.request).unwrap_or_default();
+        if let Some(fields) = request.as_object_mut() {
+            fields.remove("return_token_ids");
+        }
+        let body =
+            if request.is_object() { request.to_string().into_bytes() } else { sample.request.clone() };
+        let wire = sample.wire.clone();
+        let mut up = upstream(move |_, _| vec![Act::Write(wire.clone())]).await;
+        let mut running = proxy(&up.address, |options| options.inject_token_ids = true).await;
+        let answer = running.ask(&post(sample.path, "", &body)).await;
+        let expected = without_ids(&sample.body);
+        assert_eq!(
+            String::from_utf8_lossy(&answer.body),
+            String::from_utf8_lossy(&expected),
+            "{}",
+            sample.name
+        );
+        if !sample.streamed {
+            assert_eq!(
+                answer.header("content-length").unwrap(),
+                expected.len().to_string(),
+                "{}",
+                sample.name
+            );
+        }
+        let seen = soon(up.seen.recv()).await.unwrap();
+        if request.is_object() {
+            let sent: serde_json::Value = serde_json::from_slice(&seen.body).unwrap();
+            assert_eq!(sent["return_token_ids"], true, "{}", sample.name);
+        } else {
+            assert_eq!(seen.body, body, "{}", sample.name);
+        }
+        if sample.status == 400 && request.is_object() {
+            assert_eq!(soon(up.seen.recv()).await.unwrap().body, body, "vLLM judges the client's own body");
+        }
+        let exchange = running.exchange().await;
+        assert_eq!(exchange.request_body, body, "{}", sample.name);
+        assert_eq!(exchange.response_body, sample.body, "{}: the ids are recorded", sample.name);
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_asks_for_ids_gets_them() {
+    for sample in samples().into_iter().filter(|sample| find(&sample.request, b"return_token_ids").is_some())
+    {
+        let wire = sample.wire.clone();
+        let mut up = upstream(move |_, _| vec![Act::Write(wire.clone())]).await;
+        let running = proxy(&up.address, |options| options.inject_token_ids = true).await;
+        assert_eq!(
+            running.ask(&post(sample.path, "", &sample.request)).await.body,
+            sample.body,
+            "{}",
+            sample.name
+        );
+        assert_eq!(soon(up.seen.recv()).await.unwrap().body, sample.request);
+    }
+}
+
+// ---- Streaming, leaving, breaking off ----
+
+fn event(text: &str) -> Vec<u8> {
+    format!(
+        "data: {{\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}},\"token_ids\":[7]}}]}}\n\n"
+    )
+    .into_bytes()
+}
+
+/// Reads the answer's head, leaving what follows in the buffer.
+async fn read_head(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> String {
+    loop {
+        if let Some(position) = find(buffer, b"\r\n\r\n") {
+            let head = String::from_utf8(buffer[..position].to_vec()).unwrap();
+            buffer.drain(..position + 4);
+            return head;
+        }
+        assert_ne!(soon(stream.read_buf(buffer)).await.unwrap(), 0, "a head comes");
+    }
+}
+
+#[tokio::test]
+async fn each_chunk_arrives_before_the_next_is_sent() {
+    for inject in [false, true] {
+        let go_on = Arc::new(Notify::new());
+        let gate = go_on.clone();
+        let up = upstream(move |_, _| {
+            let mut acts = vec![Act::Write(SSE_HEAD.to_vec())];
+            for number in 0..5 {
+                acts.push(Act::Write(chunk(&event(&number.to_string()))));
+                acts.push(Act::Wait(gate.clone()));
+            }
+            acts.push(Act::Write(b"0\r\n\r\n".to_vec()));
+            acts
+        })
+        .await;
+        let running = proxy(&up.address, |options| options.inject_token_ids = inject).await;
+        let mut stream = running.send(&post(CHAT, "", b"{\"stream\":true}")).await;
+        let mut buffer = Vec::new();
+        read_head(&mut stream, &mut buffer).await;
+        for number in 0..5 {
+            let piece = soon(read_chunk(&mut stream, &mut buffer)).await.unwrap().unwrap();
+            let sent = event(&number.to_string());
+            assert_eq!(piece, if inject { without_ids(&sent) } else { sent });
+            go_on.notify_one();
+        }
+        assert_eq!(soon(read_chunk(&mut stream, &mut buffer)).await, Some(None));
+    }
+}
+
+#[tokio::test]
+async fn a_request_body_of_another_route_streams_through() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let running = proxy(&listener.local_addr().unwrap().to_string(), |_| {}).await;
+    let head =
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: client\r\ntransfer-encoding: chunked\r\n\r\n";
+    let mut client = running.send(&[head.as_slice(), &chunk(b"first")].concat()).await;
+    let (mut stream, _) = soon(listener.accept()).await.unwrap();
+    let mut buffer = Vec::new();
+    read_head(&mut stream, &mut buffer).await;
+    assert_eq!(soon(read_chunk(&mut stream, &mut buffer)).await, Some(Some(b"first".to_vec())));
+    client.write_all(&chunk(b"second")).await.unwrap();
+    assert_eq!(soon(read_chunk(&mut stream, &mut buffer)).await, Some(Some(b"second".to_vec())));
+    client.write_all(b"0\r\n\r\n").await.unwrap();
+    assert_eq!(soon(read_chunk(&mut stream, &mut buffer)).await, Some(None));
+    stream.write_all(&json("{}")).await.unwrap();
+    assert_eq!(soon(read_message(&mut client, &mut Vec::new())).await.unwrap().body, b"{}");
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_cancels_its_request() {
+    for (inject, first) in [(false, true), (true, true), (false, false), (true, false)] {
+        let closed = Arc::new(Notify::new());
+        let told = closed.clone();
+        let mut up = upstream(move |_, _| {
+            let mut acts = Vec::new();
+            if first {
+                acts.push(Act::Write([SSE_HEAD, &chunk(&event("a"))].concat()));
+            }
+            acts.push(Act::UntilClosed(told.clone()));
+            acts
+        })
+        .await;
+        let mut running = proxy(&up.address, |options| options.inject_token_ids = inject).await;
+        let mut stream = running.send(&post(CHAT, "", b"{\"stream\":true}")).await;
+        soon(up.seen.recv()).await.unwrap();
+        if first {
+            let mut buffer = Vec::new();
+            read_head(&mut stream, &mut buffer).await;
+            soon(read_chunk(&mut stream, &mut buffer)).await.unwrap();
+        }
+        drop(stream);
+        soon(closed.notified()).await;
+        let exchange = running.exchange().await;
+        assert_eq!(exchange.transfer, Status::Cancelled);
+        assert_eq!(exchange.http_status, first.then_some(200));
+        let parsed = exchange.parse();
+        assert_eq!(parsed.answer.choices.len(), usize::from(first));
+        assert_eq!(parsed.status_of(parsed.answer.choices.first()), Status::Cancelled);
+        assert_eq!(soon(running.begun.recv()).await.unwrap(), exchange.request_id);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_breaks_off_is_truncated() {
+    for inject in [false, true] {
+        let up =
+            upstream(|_, _| vec![Act::Write([SSE_HEAD, &chunk(&event("a"))].concat()), Act::Close]).await;
+        let mut running = proxy(&up.address, |options| options.inject_token_ids = inject).await;
+        let mut stream = running.send(&post(CHAT, "", b"{\"stream\":true}")).await;
+        let mut buffer = Vec::new();
+        read_head(&mut stream, &mut buffer).await;
+        assert!(soon(read_chunk(&mut stream, &mut buffer)).await.unwrap().is_some());
+        assert_eq!(
+            soon(read_chunk(&mut stream, &mut buffer)).await,
+            None,
+            "the client sees that it broke off"
+        );
+        let exchange = running.exchange().await;
+        assert_eq!(exchange.transfer, Status::Truncated);
+        let parsed = exchange.parse();
+        assert_eq!(parsed.answer.choices[0].content.as_deref(), Some("a"));
+        assert_eq!(parsed.status_of(parsed.answer.choices.first()), Status::Truncated);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_beyond_the_capture_limit_still_goes_to_the_client() {
+    let body = format!("{{\"choices\":[],\"x\":\"{}\"}}", "y".repeat(5000));
+    let sent = json(&body);
+    let up = upstream(move |_, _| vec![Act::Write(sent.clone())]).await;
+    let mut running = proxy(&up.address, |options| options.max_capture_bytes = 100).await;
+    assert_eq!(running.ask(&post(CHAT, "", b"{}")).await.body, body.as_bytes());
+    let exchange = running.exchange().await;
+    assert_eq!(
+        (exchange.response_body.len(), exchange.response_cut, exchange.transfer),
+        (100, true, Status::Truncated)
+    );
+}
+
+// ---- Connections to vLLM ----
+
+#[tokio::test]
+async fn connections_are_kept_and_reused() {
+    let up = upstream(|_, _| vec![Act::Write(json("{}"))]).await;
+    let running = proxy(&up.address, |_| {}).await;
+    let mut stream = TcpStream::connect(&running.address).await.unwrap();
+    let mut buffer = Vec::new();
+    for _ in 0..5 {
+        stream.write_all(&post(CHAT, "", b"{}")).await.unwrap();
+        assert_eq!(status(&soon(read_message(&mut stream, &mut buffer)).await.unwrap()), 200);
+    }
+    assert_eq!(up.connections.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn a_request_is_sent_again_only_when_a_kept_connection_gave_no_byte() {
+    for (second, expected_status, expected_requests) in
+        [(vec![Act::Close], 200, 3), (vec![Act::Write(b"HTTP/1.1 2".to_vec()), Act::Close], 502, 2)]
+    {
+        let mut up = upstream(
+            move |number, _| if number == 1 { second.clone() } else { vec![Act::Write(json("{}"))] },
+        )
+        .await;
+        let running = proxy(&up.address, |_| {}).await;
+        let mut stream = TcpStream::connect(&running.address).await.unwrap();
+        let mut buffer = Vec::new();
+        for expected in [200, expected_status] {
+            stream.write_all(&post(CHAT, "", b"{\"n\":1}")).await.unwrap();
+            assert_eq!(status(&soon(read_message(&mut stream, &mut buffer)).await.unwrap()), expected);
+        }
+        let mut ids = Vec::new();
+        while let Ok(seen) = up.seen.try_recv() {
+            assert_eq!(seen.body, b"{\"n\":1}");
+            ids.push(seen.header("x-request-id").unwrap().to_owned());
+        }
+        assert_eq!(ids.len(), expected_requests);
+        assert_eq!(ids[1], ids[expected_requests - 1], "the same request, under the same id");
+    }
+}
+
+#[tokio::test]
+async fn a_new_connection_that_is_closed_is_an_error_at_once() {
+    let mut up = upstream(|_, _| vec![Act::Close]).await;
+    let mut running = proxy(&up.address, |_| {}).await;
+    let answer = running.ask(&post(CHAT, "", b"{}")).await;
+    assert_eq!(status(&answer), 502);
+    assert!(up.seen.recv().await.is_some() && up.seen.try_recv().is_err());
+    assert_eq!(running.exchange().await.transfer, Status::UpstreamError);
+}
+
+#[tokio::test]
+async fn no_upstream_is_502() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    drop(listener);
+    let mut running = proxy(&address, |_| {}).await;
+    let answer = running.ask(&post("/v1/completions", "", b"{}")).await;
+    assert_eq!(status(&answer), 502);
+    let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+    assert!(body["error"]["message"].as_str().unwrap().contains(&address), "{body}");
+    assert_eq!(body["error"]["code"], 502);
+    let exchange = running.exchange().await;
+    assert_eq!((exchange.transfer, exchange.http_status), (Status::UpstreamError, Some(502)));
+    assert!(exchange.parse().answer.error_json.is_some());
+}
+
+// ---- Requests that are refused ----
+
+#[tokio::test]
+async fn control_routes_are_refused_in_any_spelling() {
+    let mut up = upstream(|_, _| vec![Act::Write(json("{}"))]).await;
+    let running = proxy(&up.address, |_| {}).await;
+    for path in [
+        "/pause",
+        "/resume?x=1",
+        "//collective_rpc",
+        "/update_weights/",
+        "/SLEEP",
+        "/%73leep",
+        "/%2573leep",
+        "/v1/../wake_up",
+        "/v1/%2e%2e/wake_up",
+        "/v1/./load_lora_adapter",
+        "/inference/v1/abort_requests",
+        "/start_draft_weight_update",
+        "http://elsewhere/pause",
+        "/is_paused",
+    ] {
+        for method in ["GET", "POST"] {
+            let request = format!("{method} {path} HTTP/1.1\r\nhost: client\r\ncontent-length: 0\r\n\r\n");
+            let answer = running.ask(request.as_bytes()).await;
+            assert_eq!(status(&answer), 403, "{method} {path}");
+            let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+            assert_eq!(body["error"]["code"], 403);
+        }
+    }
+    assert!(up.seen.try_recv().is_err(), "nothing reached vLLM");
+    let open = proxy(&up.address, |options| options.allow_control_routes = true).await;
+    assert_eq!(status(&open.ask(&post("/pause?mode=wait", "", b"")).await), 200);
+    assert!(soon(up.seen.recv()).await.unwrap().head.starts_with("POST /pause?mode=wait HTTP/1.1"));
+}
+
+#[tokio::test]
+async fn a_body_beyond_the_limit_is_413() {
+    let mut up = upstream(|_, _| vec![Act::Write(json("{}"))]).await;
+    let mut running = proxy(&up.address, |options| options.max_request_bytes = 1000).await;
+    let large = vec![b' '; 1001];
+    for request in [
+        post(CHAT, "", &large),
+        [
+            format!("POST {CHAT} HTTP/1.1\r\nhost: c\r\ntransfer-encoding: chunked\r\n\r\n").as_bytes(),
+            &chunk(&large),
+            b"0\r\n\r\n",
+        ]
+        .concat(),
+        post(CHAT, "", &vec![b' '; 100_000]),
+    ] {
+        let answer = running.ask(&request).await;
+        assert_eq!(status(&answer), 413);
+        let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+        assert!(body["error"]["message"].as_str().unwrap().contains("1000 bytes"));
+        assert_eq!(running.exchange().await.transfer, Status::ClientError);
+    }
+    assert_eq!(status(&running.ask(&post(CHAT, "", &large[..1000])).await), 200);
+    assert_eq!(soon(up.seen.recv()).await.unwrap().body.len(), 1000);
+}
+
+// ---- Headers and ids ----
+
+#[tokio::test]
+async fn ids_and_headers_follow_the_rules() {
+    let mut up = upstream(|_, _| {
+        let mut sent = b"HTTP/1.1 200 OK\r\nset-cookie: a\r\nset-cookie: b\r\nconnection: x-hop\r\nx-hop: 1\r\ncontent-length: 2\r\n\r\n{}".to_vec();
+        sent.shrink_to_fit();
+        vec![Act::Write(sent)]
+    })
+    .await;
+    let mut running = proxy(&up.address, |_| {}).await;
+    let headers = "x-request-id: job-1\r\nx-draftsmith-conversation: talk 7\r\nx-draftsmith-source: replay\r\n\
+                   x-draftsmith-other: z\r\nconnection: x-mine\r\nx-mine: 1\r\nauthorization: Bearer t\r\naccept-encoding: gzip\r\n";
+    let answer = running.ask(&post(CHAT, headers, b"{}")).await;
+    let cookies: Vec<_> = answer.head.lines().filter(|line| line.starts_with("set-cookie")).collect();
+    assert_eq!(cookies, ["set-cookie: a", "set-cookie: b"]);
+    assert_eq!(answer.header("x-hop"), None);
+    let seen = soon(up.seen.recv()).await.unwrap();
+    assert!(seen.head.starts_with("POST /v1/chat/completions HTTP/1.1\r\n"));
+    assert_eq!(seen.header("host"), Some(up.address.as_str()));
+    assert_eq!(seen.header("x-request-id"), Some("job-1"));
+    assert_eq!(seen.header("authorization"), Some("Bearer t"));
+    for gone in ["x-mine", "connection", "accept-encoding"] {
+        assert_eq!(seen.header(gone), None, "{gone}");
+    }
+    assert!(!seen.head.contains("x-draftsmith"));
+    let exchange = running.exchange().await;
+    assert_eq!(exchange.request_id, "job-1");
+    assert_eq!(exchange.conversation_id.as_deref(), Some("talk 7"));
+    assert_eq!(exchange.source, Source::Replay);
+    assert!(exchange.first_byte_at.unwrap() >= exchange.received_at);
+
+    running.ask(&post(CHAT, "x-request-id: job-1\r\n", b"{}")).await;
+    let second = soon(up.seen.recv()).await.unwrap();
+    let fresh = second.header("x-request-id").unwrap().to_owned();
+    assert_eq!(fresh.len(), 32, "an id that was used gives way to a new one");
+    let next = running.exchange().await;
+    assert_eq!((next.request_id, next.source, next.conversation_id), (fresh, Source::Live, None));
+}
+
+#[tokio::test]
+async fn other_routes_pass_unrecorded() {
+    let mut up = upstream(|_, _| vec![Act::Write(json("{\"data\":[]}"))]).await;
+    let mut running = proxy(&up.address, |options| options.inject_token_ids = true).await;
+    for request in
+        ["GET /v1/models?a=%20b HTTP/1.1", "DELETE /anything//twice HTTP/1.1", "POST /v1/embeddings HTTP/1.1"]
+    {
+        let answer =
+            running.ask(format!("{request}\r\nhost: c\r\ncontent-length: 0\r\n\r\n").as_bytes()).await;
+        assert_eq!(answer.body, b"{\"data\":[]}");
+        let seen = soon(up.seen.recv()).await.unwrap();
+        assert!(seen.head.starts_with(request), "{}", seen.head);
+        assert!(seen.body.is_empty());
+    }
+    assert!(running.finished.try_recv().is_err() && running.begun.try_recv().is_err());
+}
+
+#[tokio::test]
+async fn http2_clients_are_served() {
+    use http_body_util::{BodyExt, Full};
+    use hyper_util::rt::{TokioExecutor, TokioIo};
+    let up = upstream(|_, _| vec![Act::Write([SSE_HEAD, &chunk(&event("a")), b"0\r\n\r\n"].concat())]).await;
+    let running = proxy(&up.address, |_| {}).await;
+    let stream = TcpStream::connect(&running.address).await.unwrap();
+    let (mut sender, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(connection);
+    let request = hyper::Request::post(format!("http://client{CHAT}"))
+        .body(Full::new(Bytes::from_static(b"{}")))
+        .unwrap();
+    let answer = soon(sender.send_request(request)).await.unwrap();
+    assert_eq!(answer.status(), 200);
+    assert_eq!(soon(answer.into_body().collect()).await.unwrap().to_bytes(), event("a"));
+}
+
+// ---- The end ----
+
+#[tokio::test]
+async fn shutdown_lets_open_requests_finish() {
+    let go_on = Arc::new(Notify::new());
+    let gate = go_on.clone();
+    let mut up = upstream(move |_, _| vec![Act::Wait(gate.clone()), Act::Write(json("{}"))]).await;
+    let running = proxy(&up.address, |_| {}).await;
+    let mut stream = running.send(&post(CHAT, "", b"{}")).await;
+    soon(up.seen.recv()).await.unwrap();
+    running.stop.send(()).unwrap();
+    go_on.notify_one();
+    assert_eq!(status(&soon(read_message(&mut stream, &mut Vec::new())).await.unwrap()), 200);
+    assert_eq!(soon(running.ended).await.unwrap(), Drained::Completely);
+    assert!(TcpStream::connect(&running.address).await.is_err(), "no new connections");
+}
+
+#[tokio::test]
+async fn shutdown_cuts_what_does_not_end() {
+    let mut up =
+        upstream(|_, _| vec![Act::Write(SSE_HEAD.to_vec()), Act::UntilClosed(Arc::new(Notify::new()))]).await;
+    let mut running = proxy(&up.address, |options| options.drain_timeout = Duration::from_millis(50)).await;
+    let mut stream = running.send(&post(CHAT, "", b"{}")).await;
+    read_head(&mut stream, &mut Vec::new()).await;
+    soon(up.seen.recv()).await.unwrap();
+    running.stop.send(()).unwrap();
+    assert_eq!(soon(&mut running.ended).await.unwrap(), Drained::Cut(1));
+    assert_eq!(soon(running.finished.recv()).await.unwrap().transfer, Status::Cancelled);
+}
+
+#[test]
+fn an_upstream_that_cannot_be_spoken_to_is_refused() {
+    struct Deaf;
+    impl Observer for Deaf {
+        fn begin(&self, _: &str) {}
+        fn finished(&self, _: Exchange) {}
+    }
+    for address in ["https://vllm", "vllm:8000", "/path", "http://user:secret@vllm"] {
+        let options = ProxyOptions::new(address.parse().unwrap());
+        assert!(Proxy::new(options, Arc::new(Deaf)).is_err(), "{address}");
+    }
+}
