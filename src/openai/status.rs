@@ -3,8 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 /// How a recorded request ended; one word in the record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Status {
     /// The whole answer came, and the model ended it itself.
     Ok,
@@ -47,6 +50,11 @@ impl Status {
             Status::Truncated => "truncated",
             Status::ProxyRestart => "proxy_restart",
         }
+    }
+
+    /// Whether the engine ran the request, so that its hidden states and token ids may still arrive.
+    pub fn engine_ran(self) -> bool {
+        matches!(self, Status::Ok | Status::Length | Status::Cancelled | Status::Aborted | Status::Truncated)
     }
 }
 

@@ -196,7 +196,7 @@ fn parse(path: &Path, batch: &RecordBatch) -> Result<Vec<Row>, RecordError> {
             conversation_id: text(conversation_ids, row),
             started_at: started.value(row),
             model: text(models, row),
-            status: columns.known("status", statuses.value(row), Status::parse)?,
+            status: columns.known("status", statuses.value(row), |word| word.parse().ok())?,
             prompt_token_ids: prompt_ids.value(row),
             output_token_ids: output_ids.value(row),
             prompt_tokens: number(prompt_tokens, row),

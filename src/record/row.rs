@@ -5,62 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-/// How a choice ended. Every recorded request ends in exactly one of these.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Status {
-    /// The model ended by itself: stop, tool calls.
-    Ok,
-    /// The model hit the token limit.
-    Length,
-    /// The client went away.
-    Cancelled,
-    /// vLLM aborted the request.
-    Aborted,
-    /// vLLM or the proxy refused the request (4xx).
-    ClientError,
-    /// vLLM failed (5xx, or an error inside a stream) or could not be reached.
-    UpstreamError,
-    /// The stream ended without its end mark.
-    Truncated,
-    /// The proxy died or was stopped while the request was running.
-    ProxyRestart,
-}
-
-impl Status {
-    pub const ALL: [Status; 8] = [
-        Status::Ok,
-        Status::Length,
-        Status::Cancelled,
-        Status::Aborted,
-        Status::ClientError,
-        Status::UpstreamError,
-        Status::Truncated,
-        Status::ProxyRestart,
-    ];
-
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Status::Ok => "ok",
-            Status::Length => "length",
-            Status::Cancelled => "cancelled",
-            Status::Aborted => "aborted",
-            Status::ClientError => "client_error",
-            Status::UpstreamError => "upstream_error",
-            Status::Truncated => "truncated",
-            Status::ProxyRestart => "proxy_restart",
-        }
-    }
-
-    pub fn parse(text: &str) -> Option<Status> {
-        Status::ALL.into_iter().find(|status| status.as_str() == text)
-    }
-
-    /// Whether the engine ran the request, so that its hidden states and token ids may still arrive.
-    pub(super) fn engine_ran(self) -> bool {
-        matches!(self, Status::Ok | Status::Length | Status::Cancelled | Status::Aborted | Status::Truncated)
-    }
-}
+pub use crate::openai::Status;
 
 /// Where the traffic came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]

@@ -81,9 +81,10 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     drop(proxy);
     tokio::task::spawn_blocking(move || {
         observer.finish();
-        recorder.shutdown();
+        recorder.shutdown()
     })
-    .await?;
+    .await?
+    .context("sealing what was recorded")?;
     let _ = stop_control.send(true);
     control_task.await?;
     Ok(())
