@@ -1,0 +1,232 @@
+//! The incremental loop: samples in, better weights out, resumable at every checkpoint.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::head::{HeadConfig, HeadTensors};
+
+use super::optimizer::{AdamW, AdamWOptions, Schedule, clip_gradients};
+use super::shuffle::shuffled;
+use super::tensors::zeros;
+use super::{Checkpoint, DraftTarget, OwnedSample, Progress, SampleSource, Step, StepReport, TrainError};
+
+/// How much goes into one optimizer step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BatchSize {
+    Documents(usize),
+    /// Documents until they have at least so many tokens together, prompts included.
+    Tokens(usize),
+}
+
+/// Options of [`train`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct TrainOptions {
+    /// Optimizer steps of the whole run, those before a resume included.
+    pub steps: u64,
+    /// S, the length of the unroll.
+    pub unroll: usize,
+    /// Weight of each further step of the unroll.
+    pub decay: f64,
+    pub batch: BatchSize,
+    pub learning_rate: f64,
+    pub schedule: Schedule,
+    /// Steps of linear warm-up.
+    pub warmup: u64,
+    pub optimizer: AdamWOptions,
+    /// Largest joint gradient norm.
+    pub clip: f64,
+    pub seed: u64,
+    pub train_lm_head: bool,
+    /// Steps between calls of [`Observer::evaluate`]; 0 for none but the last.
+    pub evaluate_every: u64,
+    /// Where checkpoints go; none are written without it.
+    pub checkpoint_directory: Option<PathBuf>,
+    /// Steps between checkpoints; 0 for the last alone.
+    pub checkpoint_every: u64,
+    /// Go on from the checkpoint in `checkpoint_directory` if there is one.
+    pub resume: bool,
+}
+
+impl Default for TrainOptions {
+    fn default() -> Self {
+        Self {
+            steps: 1000,
+            unroll: 3,
+            decay: 0.8,
+            batch: BatchSize::Documents(4),
+            learning_rate: 1e-3,
+            schedule: Schedule::Cosine,
+            warmup: 20,
+            optimizer: AdamWOptions::default(),
+            clip: 1.0,
+            seed: 0,
+            train_lm_head: true,
+            evaluate_every: 0,
+            checkpoint_directory: None,
+            checkpoint_every: 0,
+            resume: false,
+        }
+    }
+}
+
+/// What just happened.
+#[derive(Clone, Debug)]
+pub struct TrainEvent<'a> {
+    pub progress: &'a Progress,
+    pub report: &'a StepReport,
+    pub learning_rate: f64,
+    /// Before clipping.
+    pub gradient_norm: f64,
+}
+
+/// Whether to go on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Control {
+    Continue,
+    /// Checkpoint (where there is a directory) and return.
+    Stop,
+}
+
+/// Who watches a run.
+pub trait Observer {
+    /// After each step.
+    fn step(&mut self, _event: &TrainEvent) -> Control {
+        Control::Continue
+    }
+
+    /// After every `evaluate_every` steps and after the last: the place to score on held-out samples.
+    fn evaluate(&mut self, _weights: &HeadTensors<f32>, _event: &TrainEvent) -> Control {
+        Control::Continue
+    }
+}
+
+/// Nobody watches.
+impl Observer for () {}
+
+/// What a run gives.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Outcome {
+    pub weights: HeadTensors<f32>,
+    pub progress: Progress,
+    /// The observer ended it before its last step.
+    pub stopped: bool,
+}
+
+/// Trains `weights` on `source`. Same inputs, same machine: the same weights to the bit, resumed or not.
+pub fn train(
+    options: &TrainOptions,
+    config: &HeadConfig,
+    weights: HeadTensors<f32>,
+    target: &DraftTarget,
+    source: &dyn SampleSource,
+    observer: &mut dyn Observer,
+) -> Result<Outcome, TrainError> {
+    let mut state = start(options, config, weights)?;
+    let mut step = Step::<f32>::new(config, options.unroll, options.decay, target)?;
+    step.set_train_lm_head(options.train_lm_head);
+    let mut gradients = zeros(config);
+    let mut order = Order { length: source.len(), pass: None, numbers: Vec::new() };
+    let mut stopped = false;
+    while state.progress.step < options.steps && !stopped {
+        let samples = next_batch(options.batch, source, &mut order, &mut state.progress)?;
+        let documents: Vec<_> = samples.iter().map(OwnedSample::document).collect();
+        let report = step.forward_backward(&state.weights, &documents, &mut gradients)?;
+        state.progress.step += 1;
+        state.progress.tokens += report.tokens;
+        let now = state.progress.step;
+        if !report.loss.is_finite() {
+            return Err(TrainError::NotFinite { step: now, loss: report.loss });
+        }
+        let gradient_norm = clip_gradients(&mut gradients, options.clip);
+        if !gradient_norm.is_finite() {
+            return Err(TrainError::NotFinite { step: now, loss: gradient_norm });
+        }
+        let learning_rate = options.learning_rate * options.schedule.factor(now, options.warmup, options.steps);
+        // A batch with nothing to learn from would still move the weights by old momentum.
+        if report.supervised[0] > 0 {
+            state.optimizer.update(&mut state.weights, &gradients, learning_rate, options.train_lm_head);
+        }
+        metrics::counter!("draftsmith_train_steps_total").increment(1);
+        metrics::counter!("draftsmith_train_tokens_total").increment(report.tokens);
+        metrics::counter!("draftsmith_train_supervised_tokens_total").increment(report.supervised[0]);
+        metrics::gauge!("draftsmith_train_loss").set(report.loss);
+        metrics::gauge!("draftsmith_train_learning_rate").set(learning_rate);
+        metrics::gauge!("draftsmith_train_gradient_norm").set(gradient_norm);
+
+        let event = TrainEvent { progress: &state.progress, report: &report, learning_rate, gradient_norm };
+        stopped = observer.step(&event) == Control::Stop;
+        let last = now == options.steps || stopped;
+        if last || (options.evaluate_every > 0 && now.is_multiple_of(options.evaluate_every)) {
+            stopped |= observer.evaluate(&state.weights, &event) == Control::Stop;
+        }
+        let due = options.checkpoint_every > 0 && now.is_multiple_of(options.checkpoint_every);
+        if let Some(directory) = options.checkpoint_directory.as_deref().filter(|_| last || stopped || due) {
+            state.save(directory, config)?;
+        }
+    }
+    let stopped = state.progress.step < options.steps;
+    Ok(Outcome { weights: state.weights, progress: state.progress, stopped })
+}
+
+fn start(options: &TrainOptions, config: &HeadConfig, weights: HeadTensors<f32>) -> Result<Checkpoint, TrainError> {
+    if options.resume
+        && let Some(directory) = &options.checkpoint_directory
+        && let Some(checkpoint) = Checkpoint::load(directory, config)?
+    {
+        return Ok(checkpoint);
+    }
+    let progress = Progress { seed: options.seed, ..Progress::default() };
+    Ok(Checkpoint { weights, optimizer: AdamW::new(config, options.optimizer.clone()), progress })
+}
+
+/// The order of the current pass.
+struct Order {
+    length: usize,
+    pass: Option<u64>,
+    numbers: Vec<usize>,
+}
+
+impl Order {
+    fn next(&mut self, progress: &mut Progress) -> usize {
+        if progress.cursor as usize >= self.length {
+            progress.pass += 1;
+            progress.cursor = 0;
+        }
+        if self.pass != Some(progress.pass) {
+            self.numbers = shuffled(self.length, progress.seed, progress.pass);
+            self.pass = Some(progress.pass);
+        }
+        let index = self.numbers[progress.cursor as usize];
+        progress.cursor += 1;
+        index
+    }
+}
+
+fn next_batch(
+    size: BatchSize,
+    source: &dyn SampleSource,
+    order: &mut Order,
+    progress: &mut Progress,
+) -> Result<Vec<OwnedSample>, TrainError> {
+    if order.length == 0 {
+        return Err(TrainError::NoSamples);
+    }
+    let mut samples: Vec<OwnedSample> = Vec::new();
+    let mut tokens = 0;
+    loop {
+        let full = match size {
+            BatchSize::Documents(count) => samples.len() >= count.max(1),
+            BatchSize::Tokens(count) => tokens >= count.max(1),
+        };
+        if full {
+            return Ok(samples);
+        }
+        let index = order.next(progress);
+        let sample = source.load(index).map_err(|source| TrainError::Sample { index, source })?;
+        // An empty sample would never fill a batch of tokens; the step refuses it by name.
+        tokens += sample.token_ids.len().max(1);
+        samples.push(sample);
+    }
+}
