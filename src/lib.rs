@@ -5,6 +5,7 @@ pub mod compute;
 pub mod config;
 pub mod control;
 pub mod head;
+pub mod learn;
 pub mod openai;
 pub mod promote;
 pub mod proxy;

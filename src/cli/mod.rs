@@ -14,6 +14,7 @@ mod heads;
 mod records;
 mod replay;
 mod serve;
+mod train;
 
 /// Exit code of wrong use, as clap itself uses it.
 const WRONG_USE: u8 = 2;
@@ -31,6 +32,10 @@ enum Command {
     Serve(serve::ServeCommand),
     /// Replay a prompt dataset through the proxy
     Replay(replay::ReplayCommand),
+    /// Train a candidate head on what was captured
+    Train(train::TrainCommand),
+    /// Score a head on the held-out conversations: expected acceptance for each position
+    Eval(train::EvalCommand),
     /// Make, list, show, import and export draft heads
     Heads(heads::HeadsCommand),
     /// Look into the captured records
@@ -92,6 +97,8 @@ pub fn main() -> ExitCode {
     let result = match cli.command {
         Command::Serve(command) => command.run(),
         Command::Replay(command) => command.run(),
+        Command::Train(command) => command.run(),
+        Command::Eval(command) => command.run(),
         Command::Heads(command) => command.run(),
         Command::Records(command) => command.run(),
         Command::Config(command) => command.run(),
