@@ -76,7 +76,8 @@ impl<T: Real> RopeTable<T> {
 }
 
 fn rescale(frequencies: &mut [f64], scaling: &Value) -> Result<(), RopeError> {
-    let kind = scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str).unwrap_or("default");
+    let kind =
+        scaling.get("rope_type").or_else(|| scaling.get("type")).and_then(Value::as_str).unwrap_or("default");
     let number = |key: &'static str| {
         let missing = RopeError::Missing { kind: kind.to_owned(), key };
         scaling.get(key).and_then(Value::as_f64).ok_or(missing)

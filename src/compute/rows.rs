@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::lanes::{dot, vectorised};
 use super::Real;
+use super::lanes::{dot, vectorised};
 
 /// Rows given to one task at least; less is not worth the hand-over.
 const MIN_ROWS: usize = 16;

@@ -8,7 +8,9 @@ use std::sync::Mutex;
 
 use rayon::prelude::*;
 
-use crate::compute::{Real, RopeTable, Threads, View, add_scaled, dot, exp_in_place, max, product, vectorised};
+use crate::compute::{
+    Real, RopeTable, Threads, View, add_scaled, dot, exp_in_place, max, product, vectorised,
+};
 
 /// Query rows of one tile.
 const TILE: usize = 64;
@@ -144,8 +146,11 @@ pub(super) fn from_heads<T: Real>(
     for span in spans {
         let (start, count, first) = rows.of(span);
         let piece = &source[start * width * slots..(start + count) * width * slots];
-        target[start * width..(start + count) * width].par_chunks_mut(width).enumerate().with_min_len(16).for_each(
-            |(row, to)| {
+        target[start * width..(start + count) * width]
+            .par_chunks_mut(width)
+            .enumerate()
+            .with_min_len(16)
+            .for_each(|(row, to)| {
                 vectorised(|| {
                     for head in 0..heads {
                         let from = &piece[((head * slots + slot) * count + row) * size..][..size];
@@ -156,8 +161,7 @@ pub(super) fn from_heads<T: Real>(
                         }
                     }
                 });
-            },
-        );
+            });
     }
 }
 
@@ -235,11 +239,19 @@ pub(super) fn forward<T: Real>(
                 tiles.with(count * (limit + step), |scratch| {
                     let (scores, own) = scratch.split_at_mut(count * limit);
                     let left = View::new(query, count, size);
-                    product(scores, limit, left, View::new(keys, limit, size).transposed(), false, Threads::One);
+                    product(
+                        scores,
+                        limit,
+                        left,
+                        View::new(keys, limit, size).transposed(),
+                        false,
+                        Threads::One,
+                    );
                     vectorised(|| {
                         for row in 0..count {
                             let visible = first_row + start + row + 1;
-                            let (row_scores, hidden) = scores[row * limit..(row + 1) * limit].split_at_mut(visible);
+                            let (row_scores, hidden) =
+                                scores[row * limit..(row + 1) * limit].split_at_mut(visible);
                             let own = &mut own[row * step..(row + 1) * step];
                             let query = &query[row * size..(row + 1) * size];
                             for (slot, score) in own.iter_mut().enumerate() {
@@ -262,7 +274,11 @@ pub(super) fn forward<T: Real>(
                             for slot in 0..step {
                                 let from = piece.own + (slot * chains + start + row) * size;
                                 let value = &seen.own_values[from..from + size];
-                                add_scaled(&mut output[row * size..(row + 1) * size], own[row * step + slot], value);
+                                add_scaled(
+                                    &mut output[row * size..(row + 1) * size],
+                                    own[row * step + slot],
+                                    value,
+                                );
                             }
                         }
                     });
@@ -286,7 +302,8 @@ pub(super) fn backward<T: Real>(
     let size = heads.size;
     let scale = T::from_f64(1.0 / (size as f64).sqrt());
     let list = list_pieces(spans, heads, seen.slots);
-    let query_gradients = pieces(query_gradient, list.iter().map(|piece| piece.span.chains * heads.group() * size));
+    let query_gradients =
+        pieces(query_gradient, list.iter().map(|piece| piece.span.chains * heads.group() * size));
     let key_gradients = pieces(gradients.keys, list.iter().map(|piece| piece.span.rows * size));
     let value_gradients = pieces(gradients.values, list.iter().map(|piece| piece.span.rows * size));
     let own_length = |piece: &Piece| piece.span.chains * size * seen.slots;
@@ -349,7 +366,14 @@ pub(super) fn backward<T: Real>(
                     });
                     let weight_view = View::new(weights, count, limit);
                     let slope_view = View::new(slopes, count, limit);
-                    product(value_gradient, size, weight_view.transposed(), gradient_view, true, Threads::One);
+                    product(
+                        value_gradient,
+                        size,
+                        weight_view.transposed(),
+                        gradient_view,
+                        true,
+                        Threads::One,
+                    );
                     product(key_gradient, size, slope_view.transposed(), query_view, true, Threads::One);
                     product(query_gradient, size, slope_view, key_view, false, Threads::One);
                     vectorised(|| {

@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 use crate::head::{HeadConfig, HeadTensors};
 use crate::store;
 
+use super::TrainError;
 use super::optimizer::{AdamW, AdamWOptions};
 use super::tensors::{check_shapes, named, named_mut, zeros};
-use super::TrainError;
 
 const MANIFEST: &str = "checkpoint.json";
 
@@ -58,16 +58,24 @@ impl Checkpoint {
         fs::create_dir_all(directory).map_err(file_error)?;
         let state_file = format!("state-{:08}.safetensors", self.progress.step);
         let mut bytes: Vec<(String, Vec<u8>)> = Vec::new();
-        let parts = [("weights", &self.weights), ("first", &self.optimizer.first), ("second", &self.optimizer.second)];
+        let parts = [
+            ("weights", &self.weights),
+            ("first", &self.optimizer.first),
+            ("second", &self.optimizer.second),
+        ];
         for (part, tensors) in parts {
             for (name, values) in named(tensors) {
-                bytes.push((format!("{part}.{name}"), values.iter().flat_map(|value| value.to_le_bytes()).collect()));
+                bytes.push((
+                    format!("{part}.{name}"),
+                    values.iter().flat_map(|value| value.to_le_bytes()).collect(),
+                ));
             }
         }
         let content = |reason: String| TrainError::CheckpointContent { path: directory.to_owned(), reason };
         let mut views = Vec::with_capacity(bytes.len());
         for (name, data) in &bytes {
-            let view = TensorView::new(Dtype::F32, vec![data.len() / 4], data).map_err(|e| content(e.to_string()))?;
+            let view = TensorView::new(Dtype::F32, vec![data.len() / 4], data)
+                .map_err(|e| content(e.to_string()))?;
             views.push((name.as_str(), view));
         }
         let packed = safetensors::serialize(views, None).map_err(|e| content(e.to_string()))?;
@@ -109,8 +117,8 @@ impl Checkpoint {
             return Err(content("it belongs to a head of another configuration".to_owned()));
         }
         let state_path = directory.join(&manifest.state_file);
-        let bytes =
-            fs::read(&state_path).map_err(|source| TrainError::CheckpointFile { path: state_path.clone(), source })?;
+        let bytes = fs::read(&state_path)
+            .map_err(|source| TrainError::CheckpointFile { path: state_path.clone(), source })?;
         let file = SafeTensors::deserialize(&bytes).map_err(|e| content(e.to_string()))?;
         let found: HashMap<String, TensorView> = file.tensors().into_iter().collect();
         let part = |part: &str| -> Result<HeadTensors<f32>, TrainError> {

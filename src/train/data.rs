@@ -79,7 +79,9 @@ impl<'a> DraftTarget<'a> {
             let start = *id as usize * width;
             let row = verifier.lm_head.get(start..start + width).ok_or_else(|| {
                 let rows = verifier.lm_head.len() / width.max(1);
-                TrainError::Config(format!("draft token {id} is not in the verifier's vocabulary of {rows} tokens"))
+                TrainError::Config(format!(
+                    "draft token {id} is not in the verifier's vocabulary of {rows} tokens"
+                ))
             })?;
             head_rows.extend_from_slice(row);
         }

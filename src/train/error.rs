@@ -8,7 +8,9 @@ use crate::compute::RopeError;
 /// An error of the trainer; each names the thing, the value and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    #[error("tensor {tensor} has {got} elements, the head's configuration wants {wanted}; use the head's own config.json")]
+    #[error(
+        "tensor {tensor} has {got} elements, the head's configuration wants {wanted}; use the head's own config.json"
+    )]
     Shape { tensor: String, got: usize, wanted: usize },
     #[error("document {document} of the batch: {reason}; rebuild its states or leave it out")]
     Document { document: usize, reason: String },

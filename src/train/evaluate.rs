@@ -75,7 +75,8 @@ pub fn evaluate<T: Real>(
     }
     let drafts = score.drafts.max(1) as f64;
     score.accepted_per_position = score.accepted.iter().map(|count| *count as f64 / drafts).collect();
-    score.acceptance_length = if score.drafts == 0 { 0.0 } else { 1.0 + score.accepted_per_position.iter().sum::<f64>() };
+    score.acceptance_length =
+        if score.drafts == 0 { 0.0 } else { 1.0 + score.accepted_per_position.iter().sum::<f64>() };
     Ok(score)
 }
 

@@ -54,7 +54,11 @@ pub(super) struct LossGradients<T> {
 }
 
 /// Target row t of the packed chains is what chain t - k should predict at step k.
-pub(super) fn compute<T: Real>(input: &LossInput<T>, buffers: &mut LossBuffers<T>, result: &mut LossOutput<T>) {
+pub(super) fn compute<T: Real>(
+    input: &LossInput<T>,
+    buffers: &mut LossBuffers<T>,
+    result: &mut LossOutput<T>,
+) {
     let (width, vocabulary) = (input.width, input.vocabulary);
     let chains = input.ends.len();
     let steps = input.outputs.len();

@@ -83,7 +83,8 @@ impl AdamW {
                             let square = beta2 * second[i] + (1.0 - beta2) * slope * slope;
                             first[i] = mean;
                             second[i] = square;
-                            weight[i] = weight[i] * keep - rate * mean / ((square * second_scale).sqrt() + epsilon);
+                            weight[i] =
+                                weight[i] * keep - rate * mean / ((square * second_scale).sqrt() + epsilon);
                         }
                     });
                 });
@@ -98,7 +99,9 @@ pub fn clip_gradients(gradients: &mut HeadTensors<f32>, limit: f64) -> f64 {
         // Partial sums of fixed blocks, added in order: the same to the bit whatever the threads do.
         let parts: Vec<f64> = values
             .par_chunks(BLOCK)
-            .map(|block| block.chunks(1024).map(|part| f64::from(vectorised(|| crate::compute::dot(part, part)))).sum())
+            .map(|block| {
+                block.chunks(1024).map(|part| f64::from(vectorised(|| crate::compute::dot(part, part)))).sum()
+            })
             .collect();
         sum += parts.iter().sum::<f64>();
     }
@@ -106,7 +109,9 @@ pub fn clip_gradients(gradients: &mut HeadTensors<f32>, limit: f64) -> f64 {
     if norm > limit {
         let factor = (limit / norm) as f32;
         for (_, values) in named_mut(gradients) {
-            values.par_chunks_mut(BLOCK).for_each(|block| block.iter_mut().for_each(|value| *value *= factor));
+            values
+                .par_chunks_mut(BLOCK)
+                .for_each(|block| block.iter_mut().for_each(|value| *value *= factor));
         }
     }
     norm

@@ -143,7 +143,8 @@ pub fn train(
         if !gradient_norm.is_finite() {
             return Err(TrainError::NotFinite { step: now, loss: gradient_norm });
         }
-        let learning_rate = options.learning_rate * options.schedule.factor(now, options.warmup, options.steps);
+        let learning_rate =
+            options.learning_rate * options.schedule.factor(now, options.warmup, options.steps);
         // A batch with nothing to learn from would still move the weights by old momentum.
         if report.supervised[0] > 0 {
             state.optimizer.update(&mut state.weights, &gradients, learning_rate, options.train_lm_head);
@@ -170,7 +171,11 @@ pub fn train(
     Ok(Outcome { weights: state.weights, progress: state.progress, stopped })
 }
 
-fn start(options: &TrainOptions, config: &HeadConfig, weights: HeadTensors<f32>) -> Result<Checkpoint, TrainError> {
+fn start(
+    options: &TrainOptions,
+    config: &HeadConfig,
+    weights: HeadTensors<f32>,
+) -> Result<Checkpoint, TrainError> {
     if options.resume
         && let Some(directory) = &options.checkpoint_directory
         && let Some(checkpoint) = Checkpoint::load(directory, config)?

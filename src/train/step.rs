@@ -6,12 +6,14 @@
 use std::borrow::Cow;
 
 use crate::compute::{
-    Real, RopeTable, add, product_ab, product_abt, product_atb, rms_norm, rms_norm_backward, rms_norm_weight_gradient,
-    silu_mul, silu_mul_backward,
+    Real, RopeTable, add, product_ab, product_abt, product_atb, rms_norm, rms_norm_backward,
+    rms_norm_weight_gradient, silu_mul, silu_mul_backward,
 };
 use crate::head::{HeadConfig, HeadTensors};
 
-use super::attention::{self, Heads, KeyValueGradients, KeyValues, Rows, Span, Tiles, Turn, from_heads, to_heads};
+use super::attention::{
+    self, Heads, KeyValueGradients, KeyValues, Rows, Span, Tiles, Turn, from_heads, to_heads,
+};
 use super::loss::{self, LossBuffers, LossGradients, LossInput, LossOutput, ensure};
 use super::tensors::{check_shapes, named_mut};
 use super::{Document, DraftTarget, TrainError};
@@ -129,11 +131,23 @@ pub struct Step<'a, T: Real> {
 
 impl<'a, T: Real> Step<'a, T> {
     /// `steps` (S) >= 1 is the length of the unroll, `decay` the weight of each further step.
-    pub fn new(config: &HeadConfig, steps: usize, decay: f64, target: &'a DraftTarget) -> Result<Self, TrainError> {
+    pub fn new(
+        config: &HeadConfig,
+        steps: usize,
+        decay: f64,
+        target: &'a DraftTarget,
+    ) -> Result<Self, TrainError> {
         let h = config.hidden_size;
-        let heads =
-            Heads { query: config.num_attention_heads, key: config.num_key_value_heads, size: config.head_dim };
-        if heads.key == 0 || !heads.query.is_multiple_of(heads.key) || heads.size == 0 || !heads.size.is_multiple_of(2) {
+        let heads = Heads {
+            query: config.num_attention_heads,
+            key: config.num_key_value_heads,
+            size: config.head_dim,
+        };
+        if heads.key == 0
+            || !heads.query.is_multiple_of(heads.key)
+            || heads.size == 0
+            || !heads.size.is_multiple_of(2)
+        {
             return Err(TrainError::Config(format!(
                 "{} query heads, {} key heads of {} elements do not fit; key heads must divide query heads, head_dim be even",
                 heads.query, heads.key, heads.size
@@ -197,7 +211,11 @@ impl<'a, T: Real> Step<'a, T> {
     }
 
     /// Loss and metrics of a batch, without gradients.
-    pub fn forward(&mut self, weights: &HeadTensors<T>, documents: &[Document]) -> Result<StepReport, TrainError> {
+    pub fn forward(
+        &mut self,
+        weights: &HeadTensors<T>,
+        documents: &[Document],
+    ) -> Result<StepReport, TrainError> {
         check_shapes(&self.config, weights)?;
         self.pack(documents)?;
         self.unroll(weights, documents);
@@ -220,19 +238,20 @@ impl<'a, T: Real> Step<'a, T> {
         }
         self.pack(documents)?;
         self.unroll(weights, documents);
-        let mut buffers = self.spare_gradients.take().unwrap_or(LossGradients {
-            outputs: vec![Vec::new(); self.steps],
-            head: Vec::new(),
-        });
+        let mut buffers = self
+            .spare_gradients
+            .take()
+            .unwrap_or(LossGradients { outputs: vec![Vec::new(); self.steps], head: Vec::new() });
         if self.train_lm_head {
             buffers.head = std::mem::take(&mut gradients.lm_head);
         }
         self.loss_output.gradients = Some(buffers);
         self.losses(weights);
-        let mut buffers = self.loss_output.gradients.take().unwrap_or(LossGradients {
-            outputs: vec![Vec::new(); self.steps],
-            head: Vec::new(),
-        });
+        let mut buffers = self
+            .loss_output
+            .gradients
+            .take()
+            .unwrap_or(LossGradients { outputs: vec![Vec::new(); self.steps], head: Vec::new() });
         if self.train_lm_head {
             gradients.lm_head = std::mem::take(&mut buffers.head);
         }
@@ -403,13 +422,9 @@ impl<'a, T: Real> Step<'a, T> {
         for step in 0..steps {
             let (before, rest) = self.unrolled.split_at_mut(step);
             let now = &mut rest[0];
-            for buffer in [
-                &mut now.hidden,
-                &mut now.middle,
-                &mut now.middle_normed,
-                &mut now.last,
-                &mut now.output,
-            ] {
+            for buffer in
+                [&mut now.hidden, &mut now.middle, &mut now.middle_normed, &mut now.last, &mut now.output]
+            {
                 ensure(buffer, chains * h);
             }
             for buffer in [&mut now.gate, &mut now.up, &mut now.activated] {
@@ -453,7 +468,11 @@ impl<'a, T: Real> Step<'a, T> {
                     }
                     embed(self.embed, &now.tokens, &mut packed.embedding, h);
                     join(
-                        (&packed.embedding[..chains * h], &weights.input_layernorm, &mut now.embedding_scale[..chains]),
+                        (
+                            &packed.embedding[..chains * h],
+                            &weights.input_layernorm,
+                            &mut now.embedding_scale[..chains],
+                        ),
                         (&now.hidden[..chains * h], &weights.hidden_norm, &mut now.hidden_scale[..chains]),
                         eps,
                         &mut now.joined[..chains * 2 * h],
@@ -463,13 +482,35 @@ impl<'a, T: Real> Step<'a, T> {
                     product_abt(&mut packed.rows_b, &now.joined, &weights.v_proj, size, false);
                     let turn = Turn::By { table: &self.rope, offset: step };
                     let slot = (step - 1, slots);
-                    to_heads(&packed.rows_a, &mut packed.own_keys, spans, key_heads, Rows::Chains, turn, slot);
-                    to_heads(&packed.rows_b, &mut packed.own_values, spans, key_heads, Rows::Chains, Turn::None, slot);
+                    to_heads(
+                        &packed.rows_a,
+                        &mut packed.own_keys,
+                        spans,
+                        key_heads,
+                        Rows::Chains,
+                        turn,
+                        slot,
+                    );
+                    to_heads(
+                        &packed.rows_b,
+                        &mut packed.own_values,
+                        spans,
+                        key_heads,
+                        Rows::Chains,
+                        Turn::None,
+                        slot,
+                    );
                 }
             }
 
             ensure(&mut packed.rows_a, chains * query_width);
-            product_abt(&mut packed.rows_a, &now.joined, &weights.q_proj, [chains, query_width, 2 * h], false);
+            product_abt(
+                &mut packed.rows_a,
+                &now.joined,
+                &weights.q_proj,
+                [chains, query_width, 2 * h],
+                false,
+            );
             let turn = Turn::By { table: &self.rope, offset: step };
             let query_heads = (heads.query, heads.size);
             to_heads(&packed.rows_a, &mut now.queries, spans, query_heads, Rows::Chains, turn, (0, 1));
@@ -502,7 +543,8 @@ impl<'a, T: Real> Step<'a, T> {
             // The residual stream.
             if self.config.norm_before_residual {
                 for row in 0..chains {
-                    now.middle[row * h..(row + 1) * h].copy_from_slice(&now.joined[row * 2 * h + h..(row + 1) * 2 * h]);
+                    now.middle[row * h..(row + 1) * h]
+                        .copy_from_slice(&now.joined[row * 2 * h + h..(row + 1) * 2 * h]);
                 }
             } else {
                 now.middle[..chains * h].copy_from_slice(&now.hidden[..chains * h]);
@@ -642,8 +684,20 @@ impl<'a, T: Real> Step<'a, T> {
 
             // The MLP; gate and up are replaced by their gradients.
             let length = chains * inner;
-            product_ab(&mut packed.wide, &packed.last_gradient, &weights.down_proj, [chains, inner, h], false);
-            product_atb(&mut gradients.down_proj, &packed.last_gradient, &now.activated, [h, inner, chains], true);
+            product_ab(
+                &mut packed.wide,
+                &packed.last_gradient,
+                &weights.down_proj,
+                [chains, inner, h],
+                false,
+            );
+            product_atb(
+                &mut gradients.down_proj,
+                &packed.last_gradient,
+                &now.activated,
+                [h, inner, chains],
+                true,
+            );
             silu_mul_backward(&mut now.gate[..length], &mut now.up[..length], &packed.wide[..length]);
             product_atb(&mut gradients.gate_proj, &now.gate, &now.middle_normed, [inner, h, chains], true);
             product_atb(&mut gradients.up_proj, &now.up, &now.middle_normed, [inner, h, chains], true);
@@ -660,7 +714,13 @@ impl<'a, T: Real> Step<'a, T> {
             );
 
             // Attention.
-            product_ab(&mut packed.rows_a, &packed.middle_gradient, &weights.o_proj, [chains, query_width, h], false);
+            product_ab(
+                &mut packed.rows_a,
+                &packed.middle_gradient,
+                &weights.o_proj,
+                [chains, query_width, h],
+                false,
+            );
             product_atb(
                 &mut gradients.o_proj,
                 &packed.middle_gradient,
@@ -668,7 +728,15 @@ impl<'a, T: Real> Step<'a, T> {
                 [h, query_width, chains],
                 true,
             );
-            to_heads(&packed.rows_a, &mut packed.rows_c, spans, query_heads, Rows::Chains, Turn::None, (0, 1));
+            to_heads(
+                &packed.rows_a,
+                &mut packed.rows_c,
+                spans,
+                query_heads,
+                Rows::Chains,
+                Turn::None,
+                (0, 1),
+            );
             let seen = KeyValues {
                 keys: &packed.keys,
                 values: &packed.values,
@@ -693,17 +761,53 @@ impl<'a, T: Real> Step<'a, T> {
                 &self.tiles,
             );
             let turn = Turn::By { table: &self.rope, offset: step };
-            from_heads(&packed.query_gradient, &mut packed.rows_a, spans, query_heads, Rows::Chains, turn, (0, 1));
-            product_atb(&mut gradients.q_proj, &packed.rows_a, &now.joined, [query_width, 2 * h, chains], true);
-            product_ab(&mut packed.joined_gradient, &packed.rows_a, &weights.q_proj, [chains, 2 * h, query_width], false);
+            from_heads(
+                &packed.query_gradient,
+                &mut packed.rows_a,
+                spans,
+                query_heads,
+                Rows::Chains,
+                turn,
+                (0, 1),
+            );
+            product_atb(
+                &mut gradients.q_proj,
+                &packed.rows_a,
+                &now.joined,
+                [query_width, 2 * h, chains],
+                true,
+            );
+            product_ab(
+                &mut packed.joined_gradient,
+                &packed.rows_a,
+                &weights.q_proj,
+                [chains, 2 * h, query_width],
+                false,
+            );
             if step == 0 {
                 break;
             }
 
             // Keys and values of this step are complete: only this and later steps saw them.
             let slot = (step - 1, slots);
-            from_heads(&packed.own_key_gradient, &mut packed.rows_b, spans, key_heads, Rows::Chains, turn, slot);
-            from_heads(&packed.own_value_gradient, &mut packed.rows_c, spans, key_heads, Rows::Chains, Turn::None, slot);
+            from_heads(
+                &packed.own_key_gradient,
+                &mut packed.rows_b,
+                spans,
+                key_heads,
+                Rows::Chains,
+                turn,
+                slot,
+            );
+            from_heads(
+                &packed.own_value_gradient,
+                &mut packed.rows_c,
+                spans,
+                key_heads,
+                Rows::Chains,
+                Turn::None,
+                slot,
+            );
             for (gradient, source, weight) in [
                 (&mut gradients.k_proj, &packed.rows_b, &weights.k_proj),
                 (&mut gradients.v_proj, &packed.rows_c, &weights.v_proj),
@@ -738,7 +842,15 @@ impl<'a, T: Real> Step<'a, T> {
         // Step 0: queries came from the chains' rows, keys and values from all rows.
         let turn = Turn::By { table: &self.rope, offset: 0 };
         from_heads(&packed.key_gradient, &mut packed.rows_b, spans, key_heads, Rows::All, turn, (0, 1));
-        from_heads(&packed.value_gradient, &mut packed.rows_c, spans, key_heads, Rows::All, Turn::None, (0, 1));
+        from_heads(
+            &packed.value_gradient,
+            &mut packed.rows_c,
+            spans,
+            key_heads,
+            Rows::All,
+            Turn::None,
+            (0, 1),
+        );
         packed.fused_gradient[..rows * h].fill(T::ZERO);
         // From the last span on, since a chain's packed row never lies after its row among all rows.
         for span in spans.iter().rev() {
@@ -834,7 +946,13 @@ fn norm_back<T: Real>(
 }
 
 /// Sets the hidden state's gradient to what the residual gives, or adds it to the normed half's.
-fn residual_back<T: Real>(middle: &[T], joined: &mut [T], hidden: &mut [T], h: usize, norm_before_residual: bool) {
+fn residual_back<T: Real>(
+    middle: &[T],
+    joined: &mut [T],
+    hidden: &mut [T],
+    h: usize,
+    norm_before_residual: bool,
+) {
     if !norm_before_residual {
         hidden.copy_from_slice(middle);
         return;

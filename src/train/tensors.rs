@@ -81,7 +81,11 @@ pub fn zeros<T: Copy + Default>(config: &HeadConfig) -> HeadTensors<T> {
 pub fn check_shapes<T>(config: &HeadConfig, tensors: &HeadTensors<T>) -> Result<(), TrainError> {
     let norms = if config.fc_norm { 3 } else { 0 };
     if tensors.fc_norm.len() != norms {
-        return Err(TrainError::Shape { tensor: "fc_norm".into(), got: tensors.fc_norm.len(), wanted: norms });
+        return Err(TrainError::Shape {
+            tensor: "fc_norm".into(),
+            got: tensors.fc_norm.len(),
+            wanted: norms,
+        });
     }
     let h = config.hidden_size;
     let query = config.num_attention_heads * config.head_dim;
@@ -92,7 +96,9 @@ pub fn check_shapes<T>(config: &HeadConfig, tensors: &HeadTensors<T>) -> Result<
             "layers.0.self_attn.q_proj" => query * 2 * h,
             "layers.0.self_attn.k_proj" | "layers.0.self_attn.v_proj" => key * 2 * h,
             "layers.0.self_attn.o_proj" => h * query,
-            "layers.0.mlp.gate_proj" | "layers.0.mlp.up_proj" | "layers.0.mlp.down_proj" => config.intermediate_size * h,
+            "layers.0.mlp.gate_proj" | "layers.0.mlp.up_proj" | "layers.0.mlp.down_proj" => {
+                config.intermediate_size * h
+            }
             "lm_head" => config.draft_vocab_size * h,
             _ => h,
         };
