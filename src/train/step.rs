@@ -520,6 +520,7 @@ impl<'a, T: Real> Step<'a, T> {
                 own_keys: &packed.own_keys,
                 own_values: &packed.own_values,
                 slots,
+                step,
             };
             attention::forward(
                 &now.queries,
@@ -527,7 +528,6 @@ impl<'a, T: Real> Step<'a, T> {
                 (&mut now.attended, &mut now.log_sums),
                 spans,
                 heads,
-                step,
                 &self.tiles,
             );
             from_heads(
@@ -743,6 +743,7 @@ impl<'a, T: Real> Step<'a, T> {
                 own_keys: &packed.own_keys,
                 own_values: &packed.own_values,
                 slots,
+                step,
             };
             let into = KeyValueGradients {
                 keys: &mut packed.key_gradient,
@@ -757,7 +758,6 @@ impl<'a, T: Real> Step<'a, T> {
                 (&now.attended, &packed.rows_c, &now.log_sums),
                 spans,
                 heads,
-                step,
                 &self.tiles,
             );
             let turn = Turn::By { table: &self.rope, offset: step };
