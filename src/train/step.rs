@@ -170,6 +170,13 @@ impl<'a, T: Real> Step<'a, T> {
                 return Err(TrainError::Shape { tensor: tensor.into(), got, wanted });
             }
         }
+        let ascending = target.draft_ids.windows(2).all(|pair| pair[0] < pair[1]);
+        if !ascending || target.draft_ids.last().is_some_and(|id| *id as usize >= config.vocab_size) {
+            return Err(TrainError::Config(format!(
+                "draft_ids must ascend and stay below vocab_size {}; build the vocabulary map again",
+                config.vocab_size
+            )));
+        }
         let gradients = LossGradients { outputs: vec![Vec::new(); steps], head: Vec::new() };
         Ok(Self {
             config: config.clone(),
