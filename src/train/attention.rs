@@ -66,7 +66,7 @@ impl<T: Real> Tiles<T> {
     }
 }
 
-/// Which rows of a packed matrix a copy is about, and how they are turned.
+/// How vectors are turned on the way between the layouts.
 #[derive(Clone, Copy)]
 pub(super) enum Turn<'a, T> {
     /// As they are.
@@ -175,6 +175,8 @@ pub(super) struct KeyValues<'a, T> {
     pub own_keys: &'a [T],
     pub own_values: &'a [T],
     pub slots: usize,
+    /// Steps 1..=`step` are seen besides step 0.
+    pub step: usize,
 }
 
 /// Gradients of [`KeyValues`]; all are added to.
@@ -209,17 +211,16 @@ fn list_pieces(spans: &[Span], heads: Heads, slots: usize) -> Vec<Piece> {
 }
 
 /// `queries` and `output` are head-major per document [heads, chains, D]; `log_sums` [heads, chains] is kept for the way
-/// back. Steps 1..=`step` are seen besides step 0.
+/// back.
 pub(super) fn forward<T: Real>(
     queries: &[T],
     seen: KeyValues<T>,
     (output, log_sums): (&mut [T], &mut [T]),
     spans: &[Span],
     heads: Heads,
-    step: usize,
     tiles: &Tiles<T>,
 ) {
-    let size = heads.size;
+    let (size, step) = (heads.size, seen.step);
     let scale = T::from_f64(1.0 / (size as f64).sqrt());
     let list = list_pieces(spans, heads, seen.slots);
     let outputs = pieces(output, list.iter().map(|piece| piece.span.chains * heads.group() * size));
@@ -296,10 +297,9 @@ pub(super) fn backward<T: Real>(
     (output, output_gradient, log_sums): (&[T], &[T], &[T]),
     spans: &[Span],
     heads: Heads,
-    step: usize,
     tiles: &Tiles<T>,
 ) {
-    let size = heads.size;
+    let (size, step) = (heads.size, seen.step);
     let scale = T::from_f64(1.0 / (size as f64).sqrt());
     let list = list_pieces(spans, heads, seen.slots);
     let query_gradients =

@@ -170,6 +170,13 @@ impl<'a, T: Real> Step<'a, T> {
                 return Err(TrainError::Shape { tensor: tensor.into(), got, wanted });
             }
         }
+        let ascending = target.draft_ids.windows(2).all(|pair| pair[0] < pair[1]);
+        if !ascending || target.draft_ids.last().is_some_and(|id| *id as usize >= config.vocab_size) {
+            return Err(TrainError::Config(format!(
+                "draft_ids must ascend and stay below vocab_size {}; build the vocabulary map again",
+                config.vocab_size
+            )));
+        }
         let gradients = LossGradients { outputs: vec![Vec::new(); steps], head: Vec::new() };
         Ok(Self {
             config: config.clone(),
@@ -520,6 +527,7 @@ impl<'a, T: Real> Step<'a, T> {
                 own_keys: &packed.own_keys,
                 own_values: &packed.own_values,
                 slots,
+                step,
             };
             attention::forward(
                 &now.queries,
@@ -527,7 +535,6 @@ impl<'a, T: Real> Step<'a, T> {
                 (&mut now.attended, &mut now.log_sums),
                 spans,
                 heads,
-                step,
                 &self.tiles,
             );
             from_heads(
@@ -743,6 +750,7 @@ impl<'a, T: Real> Step<'a, T> {
                 own_keys: &packed.own_keys,
                 own_values: &packed.own_values,
                 slots,
+                step,
             };
             let into = KeyValueGradients {
                 keys: &mut packed.key_gradient,
@@ -757,7 +765,6 @@ impl<'a, T: Real> Step<'a, T> {
                 (&now.attended, &packed.rows_c, &now.log_sums),
                 spans,
                 heads,
-                step,
                 &self.tiles,
             );
             let turn = Turn::By { table: &self.rope, offset: step };
