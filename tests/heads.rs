@@ -528,7 +528,7 @@ fn verifier_tensors_from_one_file_from_shards_and_tied() {
         let directory = tempfile::tempdir().unwrap();
         let mut shape = shape_of(&plain_config()).unwrap();
         let embedding = (format!("{prefix}embed_tokens.weight"), bf16_tensor(&matrix, 0.0));
-        let norm = (format!("{prefix}norm.weight"), bf16_tensor(&[HIDDEN], 20.0));
+        let norm = (format!("{prefix}norm.weight"), bf16_tensor(&[HIDDEN], 2.0));
         let output = (head_name.to_owned(), bf16_tensor(&matrix, 40.0));
         write_tensors(&directory.path().join("model-1.safetensors"), &BTreeMap::from([embedding.clone()]));
         write_tensors(
@@ -542,7 +542,7 @@ fn verifier_tensors_from_one_file_from_shards_and_tied() {
         }});
         fs::write(directory.path().join("model.safetensors.index.json"), index.to_string()).unwrap();
         let sharded = VerifierTensors::read(directory.path(), &shape).unwrap();
-        assert_eq!((sharded.embed_tokens[17], sharded.norm[1], sharded.lm_head[16]), (1.0625, 20.0625, 41.0));
+        assert_eq!((sharded.embed_tokens[17], sharded.norm[1], sharded.lm_head[16]), (1.0625, 2.0625, 41.0));
         assert_eq!(sharded.rms_norm_eps, 1e-5);
 
         write_tensors(&directory.path().join("model.safetensors"), &BTreeMap::from([embedding, norm]));
