@@ -504,7 +504,8 @@ fn verifier_config_variants() {
     assert_eq!((default_rope.rope.theta, default_rope.rope.scaling), (7.0, None));
     assert_eq!(edited(|config| config["head_dim"] = json!(6)).unwrap().head_dim, 6);
     assert_eq!(edited(|config| config["intermediate_size"] = Value::Null).unwrap().intermediate_size, 24);
-    let refusals: [(fn(&mut Value), &[&str]); 5] = [
+    type Edit = fn(&mut Value);
+    let refusals: [(Edit, &[&str]); 5] = [
         (
             |config| config["model_type"] = json!("gemma3_text"),
             &["model_type", "gemma3_text", "wrong target"],
@@ -626,7 +627,8 @@ fn swap_is_refused_for_every_fixed_field() {
         let new = Fixed { config: &candidate.config, draft_ids: &candidate.draft_ids };
         check_swap(Fixed { config: &live.config, draft_ids: ids }, new, may_change)
     };
-    let cases: [(&str, fn(&mut Head)); 15] = [
+    type Edit = fn(&mut Head);
+    let cases: [(&str, Edit); 15] = [
         ("hidden_size", |head| head.config.hidden_size += 1),
         ("intermediate_size", |head| head.config.intermediate_size += 1),
         ("num_attention_heads", |head| head.config.num_attention_heads += 1),
