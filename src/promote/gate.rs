@@ -50,8 +50,8 @@ impl HeldOutScore {
             return bad(format!("an acceptance of {rate}; expected 0 to 1"));
         }
         let length = 1.0 + self.accepted_per_position.iter().sum::<f64>();
-        // The negation catches NaN too.
-        if !((length - self.acceptance_length).abs() <= 1e-6) {
+        let difference = (length - self.acceptance_length).abs();
+        if difference.is_nan() || difference > 1e-6 {
             return bad(format!("acceptance_length {}, its positions give {length}", self.acceptance_length));
         }
         Ok(())
