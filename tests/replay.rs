@@ -1,5 +1,8 @@
 //! Replay against a server in this process.
 
+// Clippy takes helpers outside #[test] functions for library code.
+#![allow(clippy::unwrap_used)]
+
 use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,8 @@
 //! The state store and the collector, from outside: damage, concurrency, quotas, and files as vLLM's plugin makes them.
 
+// Clippy takes helpers outside #[test] functions for library code.
+#![allow(clippy::unwrap_used)]
+
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
