@@ -462,6 +462,21 @@ fn files_from_before_the_start_are_taken_in() {
 }
 
 #[test]
+fn the_transfer_directory_may_be_relative() {
+    let lab = lab(
+        |options| {
+            let depth = std::env::current_dir().unwrap().components().count() - 1;
+            let from_root = options.transfer_directory.strip_prefix("/").unwrap().to_path_buf();
+            options.transfer_directory = PathBuf::from("../".repeat(depth)).join(from_root);
+        },
+        true,
+    );
+    lab.collector.expect(request("relative", 1));
+    fake("chatcmpl-relative-0123abcd").publish(lab.transfer.path());
+    assert_eq!(lab.next().status, OutcomeStatus::Stored);
+}
+
+#[test]
 fn each_fault_has_its_reason_and_the_file_goes() {
     let lab = lab(|_| {}, true);
     let mut count = 0;

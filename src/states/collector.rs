@@ -176,12 +176,15 @@ impl Collector {
     ///
     /// `on_outcome` is called from the collector's thread, once for each choice of each expected request.
     pub fn start(
-        options: CollectorOptions,
+        mut options: CollectorOptions,
         store: StateStore,
         tokenizer: Option<Tokenizer>,
         on_outcome: impl FnMut(Outcome) + Send + 'static,
     ) -> Result<Self, StatesError> {
-        let directory = options.transfer_directory.clone();
+        // The watcher reports absolute paths, and they are compared with this one.
+        let directory = fs::canonicalize(&options.transfer_directory)
+            .map_err(|error| StatesError::io("cannot find", &options.transfer_directory, error))?;
+        options.transfer_directory = directory.clone();
         let (sender, receiver) = sync_channel(QUEUE);
         let events = sender.clone();
         let watch_failed =
