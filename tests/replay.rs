@@ -1,8 +1,11 @@
 //! Replay against a server in this process.
 
+// Clippy takes helpers outside #[test] functions for library code.
+#![allow(clippy::unwrap_used)]
+
 use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -155,7 +158,7 @@ fn errors(options: &RunOptions) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-fn journal_lines(error_file: &PathBuf) -> usize {
+fn journal_lines(error_file: &Path) -> usize {
     std::fs::read_to_string(journal_path(error_file)).unwrap().lines().count()
 }
 

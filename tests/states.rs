@@ -1,5 +1,8 @@
 //! The state store and the collector, from outside: damage, concurrency, quotas, and files as vLLM's plugin makes them.
 
+// Clippy takes helpers outside #[test] functions for library code.
+#![allow(clippy::unwrap_used)]
+
 use std::collections::HashMap;
 use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
@@ -455,6 +458,21 @@ fn files_from_before_the_start_are_taken_in() {
     fake("chatcmpl-early-0123abcd").publish(transfer.path());
     let lab = lab_in(transfer, |_| {}, true);
     lab.collector.expect(request("early", 1));
+    assert_eq!(lab.next().status, OutcomeStatus::Stored);
+}
+
+#[test]
+fn the_transfer_directory_may_be_relative() {
+    let lab = lab(
+        |options| {
+            let depth = std::env::current_dir().unwrap().components().count() - 1;
+            let from_root = options.transfer_directory.strip_prefix("/").unwrap().to_path_buf();
+            options.transfer_directory = PathBuf::from("../".repeat(depth)).join(from_root);
+        },
+        true,
+    );
+    lab.collector.expect(request("relative", 1));
+    fake("chatcmpl-relative-0123abcd").publish(lab.transfer.path());
     assert_eq!(lab.next().status, OutcomeStatus::Stored);
 }
 

@@ -176,12 +176,15 @@ impl Collector {
     ///
     /// `on_outcome` is called from the collector's thread, once for each choice of each expected request.
     pub fn start(
-        options: CollectorOptions,
+        mut options: CollectorOptions,
         store: StateStore,
         tokenizer: Option<Tokenizer>,
         on_outcome: impl FnMut(Outcome) + Send + 'static,
     ) -> Result<Self, StatesError> {
-        let directory = options.transfer_directory.clone();
+        // The watcher reports absolute paths, and they are compared with this one.
+        let directory = fs::canonicalize(&options.transfer_directory)
+            .map_err(|error| StatesError::io("cannot find", &options.transfer_directory, error))?;
+        options.transfer_directory = directory.clone();
         let (sender, receiver) = sync_channel(QUEUE);
         let events = sender.clone();
         let watch_failed =
@@ -386,8 +389,8 @@ impl Worker {
             return;
         }
         let Some(name) = TransferName::parse(file_name) else {
-            remove(path);
             self.count(OutcomeStatus::BadName);
+            remove(path);
             return;
         };
         if let Some(waiting) = self.requests.remove(&name.request_id) {
@@ -422,12 +425,12 @@ impl Worker {
                 Some(waiting) => self.matched(waiting, &file.path, &file.name),
                 // All its choices have their file; this one is one too many.
                 None => {
-                    remove(&file.path);
                     self.count(if wanted {
                         OutcomeStatus::UnexpectedChoice
                     } else {
                         OutcomeStatus::NotWanted
                     });
+                    remove(&file.path);
                 }
             }
         }
@@ -444,8 +447,8 @@ impl Worker {
         let choice = choice_index.and_then(|index| Some((index, waiting.summary.choices.get(index)?)));
         match choice {
             _ if waiting.summary.choices.is_empty() => {
-                remove(path);
                 self.count(OutcomeStatus::NotWanted);
+                remove(path);
             }
             Some((index, text)) if !waiting.seen.contains(&index) => {
                 let outcome = self.take_in(path, name, index, &waiting.summary, text);
@@ -454,8 +457,8 @@ impl Worker {
                 self.report(outcome);
             }
             _ => {
-                remove(path);
                 self.count(OutcomeStatus::UnexpectedChoice);
+                remove(path);
             }
         }
         if waiting.summary.choices.is_empty() || waiting.seen.len() < waiting.summary.choices.len() {
@@ -607,8 +610,8 @@ impl Worker {
                 self.files.remove(&request_id);
             }
             for file in due {
-                remove(&file.path);
                 self.count(OutcomeStatus::Unmatched);
+                remove(&file.path);
             }
         }
     }
@@ -639,6 +642,7 @@ impl Worker {
         (self.on_outcome)(outcome);
     }
 
+    /// A file that gets no outcome is counted before it is deleted: whoever sees it gone sees it counted.
     fn count(&self, status: OutcomeStatus) {
         metrics::counter!("draftsmith_states_total", "status" => status.as_str()).increment(1);
         let mut stats = lock(&self.stats);

@@ -56,12 +56,14 @@ pub struct Reader {
     shards: HashMap<PathBuf, Known>,
 }
 
+/// Device and inode: a rewritten shard is another file under the same name.
+type Identity = (u64, u64);
+
 /// How far a shard was read.
 #[derive(Clone, Debug)]
 struct Known {
     path: Arc<Path>,
-    /// Device and inode: a rewritten shard is another file under the same name.
-    identity: (u64, u64),
+    identity: Identity,
     position: u64,
 }
 
@@ -198,7 +200,7 @@ pub(crate) fn load_entry(entry: &SampleEntry) -> Result<Sample, StatesError> {
 }
 
 /// None where the shard is gone.
-fn open_shard(path: &Path) -> Result<Option<(File, (u64, u64))>, StatesError> {
+fn open_shard(path: &Path) -> Result<Option<(File, Identity)>, StatesError> {
     let file = match File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

@@ -272,12 +272,15 @@ fn read_fully(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
     }
 }
 
-/// All whole frames from `offset` on, and where and why the last of them ends early (None at a clean end).
+/// Where and why the frames of a shard end before the file does.
+pub(crate) type TornTail = (u64, String);
+
+/// All whole frames from `offset` on, and the torn tail, None at a clean end.
 pub(crate) fn scan(
     file: &File,
     path: &Path,
     offset: u64,
-) -> Result<(Vec<Frame>, Option<(u64, String)>), StatesError> {
+) -> Result<(Vec<Frame>, Option<TornTail>), StatesError> {
     let mut frames = Vec::new();
     let mut position = offset;
     loop {

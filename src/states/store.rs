@@ -147,8 +147,8 @@ impl StateStore {
         {
             lane.close()?;
         }
-        let fresh = if self.lane(held_out).current.is_some() { 0 } else { SHARD_HEADER };
-        self.make_room(length + fresh, held_out)?;
+        // The header is counted always: making room may evict the current shard.
+        self.make_room(length + SHARD_HEADER, held_out)?;
         if self.lane(held_out).current.is_none() {
             self.start_shard(held_out)?;
         }
