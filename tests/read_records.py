@@ -38,7 +38,9 @@ def check_with_pyarrow(root: Path) -> int:
         assert schema.equals(first), f"{path}: another schema than {files[0]}"
         assert schema.metadata[b"draftsmith.schema_version"] == b"1", path
         assert "dt" not in schema.names and "hour" not in schema.names, path
-        assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD", path
+        metadata = pq.read_metadata(path)
+        assert metadata.metadata[b"draftsmith.schema_version"] == b"1", path
+        assert metadata.row_group(0).column(0).compression == "ZSTD", path
 
     dataset = ds.dataset(root, format="parquet", partitioning="hive")
     names = [*TYPES, "messages", "prompt_token_ids", "output_token_ids", "dt", "hour"]

@@ -1,6 +1,9 @@
 //! The recorder as its users meet it: what is handed over is read back, through full memory, failing disks, late token
 //! ids, and a process killed at any moment.
 
+// The lint's exemption for tests does not see a test file's helpers.
+#![allow(clippy::unwrap_used)]
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -287,11 +290,11 @@ fn child_options() -> RecorderOptions {
     RecorderOptions { flush_interval: FLUSH, segment_bytes: 200_000, ..RecorderOptions::default() }
 }
 
-/// The process that is killed: the test binary again. Appends to its notes what it handed over, and when.
+/// The process that is killed: the test binary again. Appends to its notes what it handed over, and when. On its own it
+/// is no test and does nothing.
 #[test]
-#[ignore = "run by killed_process_loses_only_what_it_had_not_flushed"]
 fn child_records_until_killed() {
-    let root = std::env::var(CHILD).expect("only the test that kills this process runs it");
+    let Ok(root) = std::env::var(CHILD) else { return };
     let flushes = std::env::var(CHILD_FLUSHES).is_ok();
     let data = DataDir::new(&root);
     let recorder = Recorder::start(&data, child_options()).unwrap();
@@ -392,7 +395,7 @@ fn slack_micros() -> i64 {
 /// Gives the time just before the kill.
 fn run_child_and_kill(root: &str, delay: Duration, flushes: bool) -> i64 {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--ignored", "--exact", "child_records_until_killed"]).env(CHILD, root);
+    command.args(["--exact", "child_records_until_killed"]).env(CHILD, root);
     if flushes {
         command.env(CHILD_FLUSHES, "1");
     }

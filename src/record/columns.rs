@@ -1,5 +1,6 @@
 //! The Parquet schema and the rows as columns: one list, so that a name, its type and its values cannot drift apart.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use arrow_array::{
@@ -18,13 +19,18 @@ pub const SCHEMA_VERSION_KEY: &str = "draftsmith.schema_version";
 
 /// The schema of every file under `records/`.
 pub fn schema() -> SchemaRef {
-    let fields: Vec<Field> = columns(&[]).into_iter().map(|(field, _)| field).collect();
-    Arc::new(Schema::new(fields))
+    with_version(columns(&[]).into_iter().map(|(field, _)| field).collect())
+}
+
+/// Some readers show the file's own metadata, others only the Arrow schema's: the version is in both.
+fn with_version(fields: Vec<Field>) -> SchemaRef {
+    let metadata = HashMap::from([(SCHEMA_VERSION_KEY.to_owned(), SCHEMA_VERSION.to_owned())]);
+    Arc::new(Schema::new_with_metadata(fields, metadata))
 }
 
 pub(super) fn to_batch(rows: &[Record]) -> Result<RecordBatch, ArrowError> {
     let (fields, arrays): (Vec<Field>, Vec<ArrayRef>) = columns(rows).into_iter().unzip();
-    RecordBatch::try_new(Arc::new(Schema::new(fields)), arrays)
+    RecordBatch::try_new(with_version(fields), arrays)
 }
 
 fn columns(rows: &[Record]) -> Vec<(Field, ArrayRef)> {
