@@ -1,0 +1,249 @@
+"""The plugin against a real vLLM: states, swaps, refusals, d2t. Started by hand (tests/real_plugin.py --help says how).
+
+The server runs src/demo_env/serve.sh with DTYPE float32; PYTHON is that environment's, since it needs transformers.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+arguments = argparse.ArgumentParser()
+arguments.add_argument("--url", default="http://127.0.0.1:8100")
+arguments.add_argument("--model", required=True, help="directory of the verifier")
+arguments.add_argument("--head", required=True, help="directory of the head that the server started with")
+arguments.add_argument("--transfer", required=True, help="the server's directory for states")
+arguments.add_argument("--scratch", required=True, help="an empty directory that the server can read")
+options = arguments.parse_args()
+os.makedirs(options.scratch, exist_ok=True)
+
+
+def call(route, body=None, timeout=300):
+    """Status and text."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(options.url + route, data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def status():
+    code, text = call("/collective_rpc", {"method": "draftsmith_status"})
+    assert code == 200, text
+    return json.loads(text)["results"][0]
+
+
+def complete(prompt, tokens, **more):
+    body = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, **more}
+    code, text = call("/v1/completions", body)
+    assert code == 200, text
+    return json.loads(text)
+
+
+def exported(answer_id, count=1):
+    """Files of the request; waits for them, since vLLM hands them out one engine step after the answer."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        names = [n for n in os.listdir(options.transfer) if n.endswith(".safetensors") and answer_id in n]
+        if len(names) >= count:
+            return sorted(os.path.join(options.transfer, name) for name in names)
+        call("/health")
+    raise AssertionError(f"{answer_id}: {names} of {count} files")
+
+
+from transformers import AutoModelForCausalLM
+
+verifier = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference(token_ids, layers):
+    last = {}
+    hook = verifier.model.norm.register_forward_pre_hook(lambda _, given: last.update(states=given[0][0]))
+    hidden = verifier.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+    hook.remove()
+    return torch.stack([last["states"] if k == verifier.config.num_hidden_layers else hidden[k][0] for k in layers], 1)
+
+
+def check_file(path):
+    """Largest relative error of a row."""
+    with safe_open(path, "pt") as file:
+        meta = file.metadata()
+        states, ids = file.get_tensor("hidden_states"), file.get_tensor("token_ids")
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    raw = states.numpy().tobytes() + ids.numpy().tobytes()
+    assert meta["sha256"] == hashlib.sha256(raw).hexdigest() and meta["format"] == "draftsmith-states-1"
+    assert states.shape[0] == len(ids) - 1
+    want = reference(ids.tolist()[:-1], json.loads(meta["layer_ids"]))
+    error = (states - want).norm(dim=-1) / want.norm(dim=-1)
+    assert error.max() <= 2e-5, (path, error.max())
+    return float(error.max()), ids.tolist(), meta
+
+
+def accepted():
+    names = {}
+    for line in call("/metrics")[1].splitlines():
+        if line.startswith("vllm:spec_decode_num_") and "_total{" in line and "per_pos" not in line:
+            names[line.split("{")[0].removeprefix("vllm:spec_decode_num_")] = float(line.rsplit(" ", 1)[1])
+    return names["accepted_tokens_total"], names["draft_tokens_total"]
+
+
+def swap(path, **more):
+    code, text = call("/start_draft_weight_update", {})
+    assert code == 200, text
+    code, text = call("/update_weights", {"update_info": {"path": path, **more}})
+    if code != 200:
+        return text
+    code, text = call("/finish_weight_update", {"weight_version": "test"})
+    assert code == 200, text
+    return None
+
+
+def digest(path):
+    return hashlib.sha256(open(path, "rb").read()).hexdigest()
+
+
+def variant(name, change, path=None):
+    tensors = load_file(path or os.path.join(options.head, "model.safetensors"))
+    tensors = change(tensors) or tensors
+    out = os.path.join(options.scratch, name + ".safetensors")
+    save_file(tensors, out)
+    return out
+
+
+first = status()
+print("start", first)
+assert first["digest"] == digest(os.path.join(options.head, "model.safetensors"))
+
+# states: generated tokens with rejected drafts, a prefix hit, n = 2, several at once
+text = "The history of the city begins with a small harbour. " * 40
+before = accepted()
+answers = [complete(text, 40), complete(text, 40), complete(text + " Later", 30)]
+for answer in answers:
+    [path] = exported(answer["id"])
+    error, ids, meta = check_file(path)
+    choice = answer["choices"][0]
+    assert ids == choice["prompt_token_ids"] + choice["token_ids"], "prompt and all output ids"
+    assert int(meta["prompt_tokens"]) == len(choice["prompt_token_ids"])
+    assert meta["head_digest"] == first["digest"] and answer.get("kv_transfer_params") is None
+    print("states", len(ids), "tokens, largest relative error", error)
+after = accepted()
+print("drafted", after[1] - before[1], "accepted", after[0] - before[0])
+hits = [line for line in call("/metrics")[1].splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+print(hits)
+two = complete("Once upon a time", 24, n=2, temperature=0.9, seed=1)
+for path in exported(two["id"], 2):
+    print("n=2", check_file(path)[0])
+results = []
+threads = [threading.Thread(target=lambda i=i: results.append(complete(f"Story number {i}: " + "once " * i * 9, 32)))
+           for i in range(6)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print("six at once", max(check_file(exported(answer["id"])[0])[0] for answer in results))
+
+# an aborted request leaves nothing
+request = urllib.request.Request(options.url + "/v1/completions", json.dumps(
+    {"model": "smollm2", "prompt": "Go on", "max_tokens": 900, "ignore_eos": True, "stream": True}).encode(),
+    {"content-type": "application/json", "x-request-id": "left-early"})
+with urllib.request.urlopen(request) as answer:
+    answer.readline()
+deadline = time.monotonic() + 20
+while "num_requests_running{engine=\"0\",model_name=\"smollm2\"} 0.0" not in call("/metrics")[1]:
+    assert time.monotonic() < deadline
+complete("One more", 4)
+assert not [name for name in os.listdir(options.transfer) if "left-early" in name]
+print("aborted request: no file")
+
+# a client's request id cannot leave the directory
+request = urllib.request.Request(options.url + "/v1/completions", json.dumps(
+    {"model": "smollm2", "prompt": "Go on", "max_tokens": 4}).encode(),
+    {"content-type": "application/json", "x-request-id": "../../up"})
+urllib.request.urlopen(request).read()
+[path] = exported("..%2F..%2Fup")
+print("odd id", os.path.basename(path))
+
+# refusals: the live head stays
+cases = {
+    "wrong shape": variant("shape", lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:4096].clone()})),
+    "missing": variant("missing", lambda t: t.pop("norm.weight") and None),
+    "f16": variant("f16", lambda t: t.update({"fc.weight": t["fc.weight"].half()})),
+    "unknown": variant("unknown", lambda t: t.update({"layers.1.x.weight": torch.zeros(3)})),
+    "bad d2t": variant("d2t", lambda t: t.update({"d2t": t["d2t"] - 1})),
+    "absent": os.path.join(options.scratch, "no-such-file"),
+}
+cut = os.path.join(options.scratch, "cut.safetensors")
+open(cut, "wb").write(open(os.path.join(options.head, "model.safetensors"), "rb").read()[:-100])
+cases["cut"] = cut
+for name, path in cases.items():
+    refusal = swap(path)
+    assert refusal is not None, name
+    assert status()["digest"] == first["digest"], name
+    print("refused", name, "->", json.loads(refusal)["error"]["message"][:260])
+refusal = swap(os.path.join(options.head, "model.safetensors"), digest="0" * 64)
+assert refusal is not None and status()["digest"] == first["digest"]
+code, refusal = call("/start_weight_update", {})
+assert code != 200, "only draft heads"
+
+# swap in the middle of a stream, with layers.0 names, f32 and an embed_tokens that must be ignored
+def other(t):
+    renamed = {n.replace("midlayer.", "layers.0."): (v.float() if v.is_floating_point() else v) for n, v in t.items()}
+    renamed["fc.weight"] = renamed["fc.weight"].flip(0).contiguous()
+    renamed["embed_tokens.weight"] = torch.zeros(verifier.config.vocab_size, verifier.config.hidden_size)
+    return renamed
+second = variant("second", other)
+quiet = complete("Rivers of Europe:", 120)["choices"][0]["text"]
+stream = {}
+thread = threading.Thread(target=lambda: stream.update(complete("Rivers of Europe:", 120)))
+thread.start()
+begun = time.monotonic()
+for path in (second, os.path.join(options.head, "model.safetensors"), second):
+    assert swap(path, digest=digest(path)) is None
+print("three swaps in", round(time.monotonic() - begun, 3), "s, request still running:", thread.is_alive())
+thread.join()
+assert stream["choices"][0]["text"] == quiet, "text is the same over swaps"
+now = status()
+assert now["digest"] == digest(second) and now["swaps"] == 3
+assert check_file(exported(stream["id"])[0])[0] <= 2e-5
+print("after swaps", now)
+
+# d2t: with a zero lm_head all logits tie and the head drafts the lowest target id, which d2t alone decides
+def always(token):
+    def change(t):
+        t["lm_head.weight"].zero_()
+        t["d2t"].fill_(token)
+    return variant(f"always{token}", change)
+probe = complete("Count: one, two, three, four,", 100)
+produced = probe["choices"][0]["token_ids"]
+vocabulary = verifier.config.vocab_size
+fits = [token for token in set(produced) if token < vocabulary - 8192]
+common = max(fits, key=produced.count)
+never = next(token for token in range(5000, 9000) if token not in produced)
+for token in (common, never, common):
+    assert swap(always(token)) is None
+    call("/reset_prefix_cache", {})
+    before = accepted()
+    again = complete("Count: one, two, three, four,", 100)["choices"][0]["token_ids"]
+    after = accepted()
+    assert again == produced
+    print("d2t", token, "occurs", produced.count(token), "accepted", after[0] - before[0], "of", after[1] - before[1])
+    assert (after[0] > before[0]) == (token == common)
+
+# the head that it began with, again
+assert swap(os.path.join(options.head, "model.safetensors")) is None
+final = status()
+assert final["digest"] == first["digest"]
+tap = final["tap"]
+assert tap["combined"] == tap["scattered"] and not tap["failed"] and not tap["refused"] and not tap["dropped"]
+print("end", final)
+assert not [name for name in os.listdir(options.transfer) if name.startswith(".")]
