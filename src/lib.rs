@@ -4,6 +4,7 @@ pub mod cli;
 pub mod compute;
 pub mod config;
 pub mod control;
+pub mod demo;
 pub mod head;
 pub mod learn;
 pub mod openai;

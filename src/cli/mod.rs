@@ -10,11 +10,14 @@ use clap::{Parser, Subcommand};
 use crate::config::Config;
 
 mod config;
+mod demo;
 mod heads;
 mod records;
 mod replay;
 mod serve;
+mod swap;
 mod train;
+mod vllm;
 
 /// Exit code of wrong use, as clap itself uses it.
 const WRONG_USE: u8 = 2;
@@ -36,6 +39,12 @@ enum Command {
     Train(train::TrainCommand),
     /// Score a head on the held-out conversations: expected acceptance for each position
     Eval(train::EvalCommand),
+    /// Push a head into a running vLLM, verified
+    Swap(swap::SwapCommand),
+    /// Write the vLLM plugin, print the launch line, check a server
+    Vllm(vllm::VllmCommand),
+    /// The whole loop on a small real model, from nothing
+    Demo(demo::DemoCommand),
     /// Make, list, show, import and export draft heads
     Heads(heads::HeadsCommand),
     /// Look into the captured records
@@ -99,6 +108,9 @@ pub fn main() -> ExitCode {
         Command::Replay(command) => command.run(),
         Command::Train(command) => command.run(),
         Command::Eval(command) => command.run(),
+        Command::Swap(command) => command.run(),
+        Command::Vllm(command) => command.run(),
+        Command::Demo(command) => command.run(),
         Command::Heads(command) => command.run(),
         Command::Records(command) => command.run(),
         Command::Config(command) => command.run(),

@@ -96,7 +96,8 @@ pub async fn run_json(arguments: &[&str]) -> anyhow::Result<serde_json::Value> {
 
 fn tail(path: &Path) -> String {
     const LINES: usize = 30;
-    let text = std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let text =
+        std::fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(LINES)..].join("\n")
 }

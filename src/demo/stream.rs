@@ -9,9 +9,9 @@ use serde_json::json;
 
 /// One streamed answer and when its pieces came.
 #[derive(Clone, Debug)]
-pub struct StreamedAnswer {
-    pub text: String,
-    pub gaps: Vec<Duration>,
+struct StreamedAnswer {
+    text: String,
+    gaps: Vec<Duration>,
 }
 
 /// What a swap did to a stream.
@@ -26,7 +26,7 @@ pub struct SwapUnderLoad {
 }
 
 /// Streams one greedy answer; calls `at_chunk` with the number of pieces so far.
-pub async fn stream_answer(
+async fn stream_answer(
     base: &str,
     prompt: &str,
     max_tokens: usize,
@@ -52,7 +52,8 @@ pub async fn stream_answer(
             let Some(data) = event.data.filter(|data| data.as_slice() != b"[DONE]") else {
                 continue;
             };
-            let value: serde_json::Value = serde_json::from_slice(&data).context("a chunk that is no JSON")?;
+            let value: serde_json::Value =
+                serde_json::from_slice(&data).context("a chunk that is no JSON")?;
             let Some(text) = value["choices"][0]["delta"]["content"].as_str() else {
                 continue;
             };
@@ -69,8 +70,39 @@ pub async fn stream_answer(
     Ok(answer)
 }
 
+/// Streams the same greedy answer twice, alone; the second time a head is swapped in after some pieces.
+pub async fn swap_under_load(proxy: &str, head: &str, config: &str) -> anyhow::Result<SwapUnderLoad> {
+    const PROMPT: &str = "Tell me about the history of the bicycle.";
+    const TOKENS: usize = 160;
+    /// Pieces before the swap begins.
+    const UNDER_WAY: usize = 20;
+    let undisturbed = stream_answer(proxy, PROMPT, TOKENS, |_| {}).await?;
+    let (under_way, started) = tokio::sync::oneshot::channel();
+    let mut under_way = Some(under_way);
+    let streaming = stream_answer(proxy, PROMPT, TOKENS, |count| {
+        if count == UNDER_WAY
+            && let Some(sender) = under_way.take()
+        {
+            // The receiver is gone only if the swap has failed, which is told below.
+            let _ = sender.send(());
+        }
+    });
+    let swapping = async {
+        started.await.context("the stream ended before the swap began")?;
+        super::run_json(&["swap", head, "--config", config, "--json"]).await
+    };
+    let (streamed, swapped) = tokio::join!(streaming, swapping);
+    let (streamed, swapped) = (streamed?, swapped?);
+    Ok(SwapUnderLoad {
+        same_text: streamed.text == undisturbed.text,
+        largest_gap_ms: streamed.gaps.iter().max().map_or(0.0, |gap| gap.as_secs_f64() * 1e3),
+        usual_gap_ms: median_ms(&undisturbed.gaps),
+        swap_ms: swapped["total_ms"].as_f64().context("`draftsmith swap` gave no time")?,
+    })
+}
+
 /// The median of some gaps, in milliseconds.
-pub fn median_ms(gaps: &[Duration]) -> f64 {
+fn median_ms(gaps: &[Duration]) -> f64 {
     let mut sorted = gaps.to_vec();
     sorted.sort();
     sorted.get(sorted.len() / 2).map_or(0.0, |gap| gap.as_secs_f64() * 1e3)
