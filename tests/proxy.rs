@@ -812,7 +812,8 @@ async fn a_head_answer_keeps_its_length() {
 
 // ---- A real vLLM ----
 
-/// An answer's bytes with what differs between any two requests taken out: its id, its time, its cached tokens.
+/// An answer's bytes with what differs between any two requests taken out: its id, its time, its cached tokens, and how
+/// the events of two choices interleave (each choice keeps its order).
 fn comparable(body: &[u8]) -> String {
     let mut text = String::from_utf8(body.to_vec()).unwrap();
     for (key, end) in [
@@ -829,7 +830,9 @@ fn comparable(body: &[u8]) -> String {
             from = start;
         }
     }
-    text
+    let mut events: Vec<&str> = text.split_inclusive("\n\n").collect();
+    events.sort_by_key(|event| event.contains("\"choices\":[{\"index\":1"));
+    events.concat()
 }
 
 #[tokio::test]
