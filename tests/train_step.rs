@@ -1,4 +1,6 @@
 //! The training step against three judges: finite differences, candle's autograd and (by hand) Speculators.
+// Helpers of tests are not seen as tests by the lint.
+#![allow(clippy::unwrap_used)]
 
 use std::process::Command;
 
@@ -443,13 +445,24 @@ fn resumed_run_is_the_same_to_the_bit_and_learns() {
     let refused = train(&kept, &other, zeros(&other), &target, &samples, &mut ());
     assert!(refused.unwrap_err().to_string().contains("another configuration"));
 
-    // What it learned by heart it also drafts better than at the start, by the engine's count.
+    // The score is what drafting token by token gives, on samples where most tokens are the head's own choice.
     let mut step = Step::<f32>::new(&config, 3, 0.8, &target).unwrap();
-    let after = evaluate(&mut step, &outcome.weights, &samples, 2).unwrap();
-    let (drafts, accepted) =
-        drafted_like_the_engine(&mut step, &outcome.weights, &samples, &target.draft_ids);
+    let mut likely = samples.clone();
+    for sample in &mut likely {
+        for index in (sample.prompt_length + 1..sample.token_ids.len()).filter(|index| index % 4 != 3) {
+            let chain = index - 1 - sample.prompt_length;
+            let found = target.draft_ids.iter().find(|id| {
+                sample.token_ids[index] = **id;
+                step.forward(&outcome.weights, &[sample.document()]).unwrap();
+                step.hits(1)[0][chain * 3]
+            });
+            assert!(found.is_some(), "some token is always the best");
+        }
+    }
+    let after = evaluate(&mut step, &outcome.weights, &likely, 2).unwrap();
+    let (drafts, accepted) = drafted_like_the_engine(&mut step, &outcome.weights, &likely, &target.draft_ids);
     assert_eq!((after.drafts, &after.accepted), (drafts, &accepted));
-    assert!(accepted[1] > 0 && accepted[0] < drafts, "{after:?} would pass with a wrong walk");
+    assert!(accepted[0] > drafts / 4 && accepted[0] < drafts, "{after:?} would pass with a wrong walk");
 }
 
 /// Drafts token by token, each embedding the draft before it, and counts what the real tokens accept.
