@@ -375,8 +375,8 @@ fn single_precision_frozen_head_and_batch_split() {
         let alone = step.forward(&weights, &[*document]).unwrap();
         (0..3).for_each(|k| sums[k] += alone.step_losses[k] * alone.supervised[k] as f64);
     }
-    for k in 0..3 {
-        assert!((sums[k] / wanted.supervised[k] as f64 - wanted.step_losses[k]).abs() < 1e-12);
+    for (k, sum) in sums.iter().enumerate() {
+        assert!((sum / wanted.supervised[k] as f64 - wanted.step_losses[k]).abs() < 1e-12);
     }
 }
 
