@@ -32,6 +32,7 @@ for package in ("datasets", "hs_connectors", "loguru", "openai"):
 
 import torch
 from speculators import SpeculatorsConfig, VerifierConfig
+from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig
@@ -70,6 +71,7 @@ for step in range(case["steps"]):
         _, _, metrics = model(
             hidden_states=states[None, :rows, : 3 * H], input_ids=ids[None, 1:rows + 1],
             document_ids=torch.zeros(1, rows, dtype=torch.long), loss_mask=(torch.arange(rows) >= prompt - 1 + step)[None],
-            verifier_last_hidden_states=states[None, 1:rows + 1, 3 * H:], ttt_steps=case["steps"])
+            verifier_last_hidden_states=states[None, 1:rows + 1, 3 * H:], ttt_steps=case["steps"],
+            loss_config=resolve_loss_config("kl_div", "eager"))  # the default kernels need a GPU
     losses.append(float(metrics[f"loss_{step}_sum"] / metrics[f"loss_{step}_total"]))
 print(json.dumps(losses))
