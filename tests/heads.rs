@@ -121,7 +121,7 @@ fn options(format: HeadFormat, dtype: HeadDtype) -> WriteOptions {
         architectures: vec!["LlamaForCausalLM".into()],
         speculative_tokens: 3,
     };
-    WriteOptions { format, dtype, verifier: Some(verifier) }
+    WriteOptions { format, dtype, verifier: Some(verifier), target_layer: true }
 }
 
 /// A head's directory to spoil.
@@ -192,7 +192,12 @@ fn speculators_fields_survive_the_flat_format() {
     let flat = Head::read(&second, None).unwrap();
     flat.write(
         &third,
-        &WriteOptions { format: HeadFormat::Speculators, dtype: HeadDtype::F32, verifier: None },
+        &WriteOptions {
+            format: HeadFormat::Speculators,
+            dtype: HeadDtype::F32,
+            verifier: None,
+            target_layer: true,
+        },
     )
     .unwrap();
     assert_eq!(config_of(&first), config_of(&third));
@@ -294,6 +299,7 @@ fn three_layer_ids_need_the_verifier() {
     edit_config(&path, |object| {
         object["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = json!([2, 4, 5]);
         object.shift_remove("eagle_aux_hidden_state_layer_ids");
+        object.shift_remove("num_verifier_layers");
     });
     assert_all(&refusal(&path), &["eagle_aux_hidden_state_layer_ids", "[2, 4, 5]", "verifier's directory"]);
     let shape = shape_of(&plain_config()).unwrap();
@@ -762,11 +768,15 @@ fn import_and_export_in_either_format() {
     assert_eq!(manifest.format, HeadFormat::Speculators);
     for format in [HeadFormat::Flat, HeadFormat::Speculators] {
         let target = shop.root.join(format!("{format:?}"));
-        shop.registry.export(&manifest.id, &target, format, HeadDtype::Bf16).unwrap();
+        shop.registry.export(&manifest.id, &target, format, HeadDtype::Bf16, false).unwrap();
         let back = Head::read(&target, Some(&shape)).unwrap();
         assert_eq!(back.format, format);
+        // Three ids: what a stock vLLM can run. N is not lost.
+        let config = config_of(&target);
+        assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([2, 4, 5]));
+        assert_eq!(Head::read(&target, None).unwrap().config.num_verifier_layers, LAYERS);
         assert_eq!(back.tensors, Head::read(&source, None).unwrap().tensors);
-        let again = shop.registry.export(&manifest.id, &target, format, HeadDtype::Bf16);
+        let again = shop.registry.export(&manifest.id, &target, format, HeadDtype::Bf16, false);
         assert!(matches!(again, Err(PromoteError::Exists { .. })));
     }
     let mut other = shape.clone();
@@ -885,9 +895,15 @@ fn heads_for_a_real_verifier() {
         architectures: shape.architectures.clone(),
         speculative_tokens: 3,
     };
-    for (name, format) in [("flat", HeadFormat::Flat), ("speculators", HeadFormat::Speculators)] {
-        let write = WriteOptions { format, dtype: HeadDtype::Bf16, verifier: Some(reference.clone()) };
+    for (name, format, target_layer) in [
+        ("flat", HeadFormat::Flat, true),
+        ("speculators", HeadFormat::Speculators, true),
+        ("flat-stock", HeadFormat::Flat, false),
+        ("speculators-stock", HeadFormat::Speculators, false),
+    ] {
+        let write =
+            WriteOptions { format, dtype: HeadDtype::Bf16, verifier: Some(reference.clone()), target_layer };
         head.write(&out.join(name), &write).unwrap();
-        assert_eq!(Head::read(&out.join(name), Some(&shape)).unwrap().config, head.config);
+        assert_eq!(Head::read(&out.join(name), None).unwrap().config, head.config);
     }
 }

@@ -51,6 +51,9 @@ pub struct WriteOptions {
     pub dtype: HeadDtype,
     /// Needed for the speculators format, unless the head was read from it: then it keeps the verifier it names.
     pub verifier: Option<VerifierReference>,
+    /// Names the last layer as a fourth id, so that vLLM hands out the state for the training target. Only for a vLLM
+    /// that runs our plugin: a stock one dies at its first request (it splits four states into three).
+    pub target_layer: bool,
 }
 
 impl HeadDtype {
@@ -173,14 +176,7 @@ impl Head {
     /// comes last.
     pub fn write(&self, directory: &Path, options: &WriteOptions) -> Result<(), HeadError> {
         let config_path = directory.join("config.json");
-        let object = config_file::render(
-            &config_path,
-            &self.config,
-            &self.kept,
-            options.format,
-            options.dtype.name(),
-            options.verifier.as_ref(),
-        )?;
+        let object = config_file::render(&config_path, &self.config, &self.kept, options)?;
         self.check()?;
         fs::create_dir_all(directory).map_err(HeadError::io(directory))?;
         let path = directory.join("model.safetensors");

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::HeadConfig;
+use super::checkpoint::WriteOptions;
 use super::error::HeadError;
 use super::fields::Fields;
 use super::rope::read_rope;
@@ -38,10 +39,12 @@ pub struct VerifierReference {
     pub speculative_tokens: usize,
 }
 
+/// Our own field: N, for heads that name three layers only. Others ignore it.
+const OWN_LAYERS: &str = "num_verifier_layers";
 const CARRIED: &str = "speculators_fields";
 
 /// Fields of the flat object and of `transformer_layer_config` that we read and write ourselves.
-const LAYER_FIELDS: [&str; 31] = [
+const LAYER_FIELDS: [&str; 32] = [
     "architectures",
     "model_type",
     "vocab_size",
@@ -73,6 +76,7 @@ const LAYER_FIELDS: [&str; 31] = [
     "eagle_config",
     "logit_scale",
     CARRIED,
+    OWN_LAYERS,
 ];
 
 /// Fields of the speculators object that we read and write ourselves.
@@ -382,12 +386,20 @@ fn layer_ids(
             layer.missing("num_aux_hidden_states", "3: with four layer ids vLLM would build a wider fc")
         );
     }
-    let layers = match (ids.get(3), verifier) {
-        (Some(last), Some(shape)) if *last != shape.num_hidden_layers => {
+    let own = layer.optional_size(OWN_LAYERS)?;
+    let named_layers = match (ids.get(3).copied(), own) {
+        (Some(last), Some(count)) if last != count => {
+            let expected = format!("a fourth id of {count}, as {OWN_LAYERS} says");
+            return Err(HeadError::bad_field(head.path, &head.name(field), found, expected));
+        }
+        (last, count) => last.or(count),
+    };
+    let layers = match (named_layers, verifier) {
+        (Some(last), Some(shape)) if last != shape.num_hidden_layers => {
             let expected = format!("a fourth id of {}, the verifier's layers", shape.num_hidden_layers);
             return Err(HeadError::bad_field(head.path, &head.name(field), found, expected));
         }
-        (Some(last), _) => *last,
+        (Some(last), _) => last,
         (None, Some(shape)) => shape.num_hidden_layers,
         (None, None) => {
             let expected = "a fourth id, the verifier's number of layers, or name the verifier's directory";
@@ -402,19 +414,21 @@ fn layer_ids(
     Ok(([ids[0], ids[1], ids[2]], layers))
 }
 
-/// Makes the config.json's object. `reference` is needed for the speculators format unless the kept fields name the
-/// verifier already.
+/// Makes the config.json's object. The verifier is needed for the speculators format unless the kept fields name it
+/// already.
 pub(crate) fn render(
     path: &Path,
     config: &HeadConfig,
     kept: &KeptFields,
-    format: HeadFormat,
-    dtype: &str,
-    reference: Option<&VerifierReference>,
+    options: &WriteOptions,
 ) -> Result<Map<String, Value>, HeadError> {
-    let [low, middle, high] = config.aux_layer_ids;
-    // Four ids: the tap then hands out the target's state too. Named twice: some runners read the first place alone.
-    let ids = json!([low, middle, high, config.num_verifier_layers]);
+    let (format, dtype) = (options.format, options.dtype.name());
+    let mut layers = config.aux_layer_ids.to_vec();
+    if options.target_layer {
+        layers.push(config.num_verifier_layers);
+    }
+    // Named twice: some runners read the first place alone.
+    let ids = json!(layers);
     let mut layer = kept.layer.clone();
     let kept_eagle = layer.shift_remove("eagle_config");
     let mut set = |name: &str, value: Value| {
@@ -443,6 +457,7 @@ pub(crate) fn render(
     set("tie_word_embeddings", json!(false));
     set("torch_dtype", json!(dtype));
     set("num_aux_hidden_states", json!(3));
+    set(OWN_LAYERS, json!(config.num_verifier_layers));
 
     let mut flags = Map::new();
     flags.insert("draft_vocab_size".into(), json!(config.draft_vocab_size));
@@ -472,7 +487,7 @@ pub(crate) fn render(
     outer.extend(flags);
     outer.insert("tie_word_embeddings".into(), json!(false));
     outer.insert("torch_dtype".into(), json!(dtype));
-    if let Some(verifier) = reference {
+    if let Some(verifier) = &options.verifier {
         // A head that names its verifier already keeps what it says.
         outer.entry("speculators_config").or_insert_with(|| speculators_config(verifier));
     }

@@ -54,7 +54,7 @@ impl Registry {
         Ok(Self { directory })
     }
 
-    /// The directory of a head; what vLLM is given.
+    /// The directory of a head; what a vLLM with our plugin is given (four layer ids, see [`WriteOptions`]).
     pub fn path(&self, id: &str) -> PathBuf {
         self.directory.join(id)
     }
@@ -86,7 +86,7 @@ impl Registry {
         now: Timestamp,
         candidate: &Candidate<'_>,
     ) -> Result<Manifest, PromoteError> {
-        let options = write_options(candidate.format, candidate.dtype, candidate.verifier);
+        let options = write_options(candidate.format, candidate.dtype, candidate.verifier, true);
         candidate.head.write(aside, &options)?;
         let model = aside.join("model.safetensors");
         let manifest = Manifest {
@@ -234,20 +234,22 @@ impl Registry {
         })
     }
 
-    /// Writes a head into a directory that is not there yet, in either format; it appears as a whole.
+    /// Writes a head into a directory that is not there yet, in either format; it appears as a whole. `target_layer`:
+    /// see [`WriteOptions`]; false for any vLLM without our plugin.
     pub fn export(
         &self,
         id: &str,
         to: &Path,
         format: HeadFormat,
         dtype: HeadDtype,
+        target_layer: bool,
     ) -> Result<(), PromoteError> {
         if to.exists() {
             return Err(PromoteError::Exists { path: to.to_path_buf() });
         }
         let (head, manifest) = self.load(id)?;
         let aside = crate::store::temporary_name(to);
-        let written = head.write(&aside, &write_options(format, dtype, &manifest.verifier));
+        let written = head.write(&aside, &write_options(format, dtype, &manifest.verifier, target_layer));
         if let Err(error) = written {
             let _ = fs::remove_dir_all(&aside);
             return Err(error.into());
@@ -378,13 +380,18 @@ fn check_id(id: &str) -> Result<(), PromoteError> {
     Err(PromoteError::BadId { id: id.to_owned() })
 }
 
-fn write_options(format: HeadFormat, dtype: HeadDtype, verifier: &VerifierIdentity) -> WriteOptions {
+fn write_options(
+    format: HeadFormat,
+    dtype: HeadDtype,
+    verifier: &VerifierIdentity,
+    target_layer: bool,
+) -> WriteOptions {
     let reference = VerifierReference {
         name_or_path: verifier.name.clone(),
         architectures: verifier.architectures.clone(),
         speculative_tokens: SPECULATIVE_TOKENS,
     };
-    WriteOptions { format, dtype, verifier: Some(reference) }
+    WriteOptions { format, dtype, verifier: Some(reference), target_layer }
 }
 
 fn write_json<T: serde::Serialize>(path: &Path, value: &T) -> Result<(), PromoteError> {
