@@ -29,6 +29,9 @@ pub enum RecordError {
     )]
     TokenId { path: PathBuf, id: i32, vocab_size: usize },
 
+    #[error("{}: {what}; move it out of records/, it is not this program's", path.display())]
+    Foreign { path: PathBuf, what: String },
+
     #[error("cannot build the rows of {}: {source}; this is a bug, please report it", path.display())]
     Rows { path: PathBuf, source: arrow_schema::ArrowError },
 

@@ -334,3 +334,45 @@ pub fn stats(data: &DataDir) -> Result<Vec<DayStats>, RecordError> {
     }
     Ok(groups.into_values().collect())
 }
+
+/// What [`verify`] found of one file.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct FileCheck {
+    pub path: PathBuf,
+    /// Rows read before the error, if there is one.
+    pub rows: u64,
+    pub error: Option<String>,
+}
+
+/// Reads every column of every file, and checks the schema, the version and that each row is in its hour.
+pub fn verify(data: &DataDir) -> Result<Vec<FileCheck>, RecordError> {
+    let mut checks = Vec::new();
+    for path in files(data)? {
+        let mut rows = 0;
+        let error = verify_file(data, &path, &mut rows).err().map(|error| error.to_string());
+        checks.push(FileCheck { path, rows, error });
+    }
+    Ok(checks)
+}
+
+fn verify_file(data: &DataDir, path: &Path, rows: &mut u64) -> Result<(), RecordError> {
+    let file = File::open(path).map_err(RecordError::disk("open", path))?;
+    let builder =
+        ParquetRecordBatchReaderBuilder::try_new(file).map_err(RecordError::parquet("read", path))?;
+    let foreign = |what: String| RecordError::Foreign { path: path.to_path_buf(), what };
+    if **builder.schema() != *super::columns::schema() {
+        return Err(foreign("its columns or its schema version are others than this version's".into()));
+    }
+    let reader = builder.with_batch_size(BATCH_ROWS).build().map_err(RecordError::parquet("read", path))?;
+    for batch in reader {
+        let batch = batch.map_err(|error| RecordError::parquet("read", path)(error.into()))?;
+        for row in parse(path, &batch)? {
+            let hour = data.records().join(super::seal::partition(row.started_at));
+            if path.parent() != Some(hour.as_path()) {
+                return Err(foreign(format!("row {} belongs in {}", row.record_id, hour.display())));
+            }
+            *rows += 1;
+        }
+    }
+    Ok(())
+}

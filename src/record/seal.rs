@@ -70,7 +70,7 @@ struct Pending {
     elsewhere: HashSet<String>,
 }
 
-/// The sealing thread. Ends when the last sender is gone and all was tried once more.
+/// The sealing thread. Ends when the last sender is gone; what it could not seal is there at the next start.
 pub(super) fn run(data: &DataDir, jobs: &Receiver<SealJob>, counters: &Counters) {
     let mut pending: Vec<Pending> = Vec::new();
     loop {
@@ -234,7 +234,7 @@ fn fold(frames: Vec<Frame>, elsewhere: &HashSet<String>) -> (Vec<Record>, u64) {
 }
 
 /// `dt=2026-11-29/hour=17`, in UTC. A time that no calendar holds goes to the epoch.
-fn partition(started_at: i64) -> String {
+pub(super) fn partition(started_at: i64) -> String {
     let timestamp = jiff::Timestamp::from_microsecond(started_at).unwrap_or(jiff::Timestamp::UNIX_EPOCH);
     let moment = jiff::tz::Offset::UTC.to_datetime(timestamp);
     format!("dt={}/hour={:02}", moment.date(), moment.hour())
