@@ -87,7 +87,8 @@ def check_file(path):
     assert states.shape[0] == len(ids) - 1
     want = reference(ids.tolist()[:-1], json.loads(meta["layer_ids"]))
     error = (states - want).norm(dim=-1) / want.norm(dim=-1)
-    assert error.max() <= 2e-5, (path, error.max())
+    # float32 noise of another order of summation is 1e-6 to 1e-4; a wrong or stale row is near 1
+    assert error.max() <= 1e-3, (path, error.max())
     return float(error.max()), ids.tolist(), meta
 
 
@@ -176,7 +177,7 @@ print("odd id", os.path.basename(path))
 # refusals: the live head stays
 cases = {
     "wrong shape": variant("shape", lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:4096].clone()})),
-    "missing": variant("missing", lambda t: t.pop("norm.weight") and None),
+    "missing": variant("missing", lambda t: {n: v for n, v in t.items() if n != "norm.weight"}),
     "f16": variant("f16", lambda t: t.update({"fc.weight": t["fc.weight"].half()})),
     "unknown": variant("unknown", lambda t: t.update({"layers.1.x.weight": torch.zeros(3)})),
     "bad d2t": variant("d2t", lambda t: t.update({"d2t": t["d2t"] - 1})),
@@ -214,7 +215,7 @@ thread.join()
 assert stream["choices"][0]["text"] == quiet, "text is the same over swaps"
 now = status()
 assert now["digest"] == digest(second) and now["swaps"] == 3
-assert check_file(exported(stream["id"])[0])[0] <= 2e-5
+print("states over swaps", check_file(exported(stream["id"])[0])[0])
 print("after swaps", now)
 
 # d2t: with a zero lm_head all logits tie and the head drafts the lowest target id, which d2t alone decides
@@ -233,11 +234,13 @@ for token in (common, never, common):
     assert swap(always(token)) is None
     call("/reset_prefix_cache", {})
     before = accepted()
-    again = complete("Count: one, two, three, four,", 100)["choices"][0]["token_ids"]
+    answer = complete("Count: one, two, three, four,", 100)
+    again = answer["choices"][0]["token_ids"]
     after = accepted()
     assert again == produced
     print("d2t", token, "occurs", produced.count(token), "accepted", after[0] - before[0], "of", after[1] - before[1])
     assert (after[0] > before[0]) == (token == common)
+    print("states with drafts accepted and rejected", check_file(exported(answer["id"])[0])[0])
 
 # the head that it began with, again
 assert swap(os.path.join(options.head, "model.safetensors")) is None
