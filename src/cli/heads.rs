@@ -140,7 +140,7 @@ impl HeadsCommand {
             Action::Export { head, to, format, config } => {
                 let registry = open(&config.load()?)?;
                 let id = registry.resolve(&head)?;
-                registry.export(&id, &to, format.format(), HeadDtype::Bf16)?;
+                registry.export(&id, &to, format.format(), HeadDtype::Bf16, true)?;
                 println!("{}", to.display());
             }
         }
@@ -178,7 +178,7 @@ fn init(
     let head =
         fresh_head(&shape, draft_ids, &FreshOptions { seed, output_head, aux_layer_ids: None }, &tensors)?;
     std::fs::create_dir_all(out).with_context(|| format!("directory {}", out.display()))?;
-    head.write(out, &WriteOptions { format, dtype: HeadDtype::F32, verifier: None })?;
+    head.write(out, &WriteOptions { format, dtype: HeadDtype::F32, verifier: None, target_layer: true })?;
     Ok(())
 }
 
