@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
-use draftsmith::proxy::{Drained, Exchange, Observer, Proxy, ProxyOptions, Source, Status};
+use draftsmith::proxy::{Begun, Drained, Exchange, Observer, Proxy, ProxyOptions, Source, Status};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -179,8 +179,8 @@ struct Watching {
 }
 
 impl Observer for Watching {
-    fn begin(&self, request_id: &str) {
-        self.begun.send(request_id.to_owned()).unwrap();
+    fn begin(&self, begun: Begun<'_>) {
+        self.begun.send(begun.request_id.to_owned()).unwrap();
     }
 
     fn finished(&self, exchange: Exchange) {
@@ -765,7 +765,7 @@ async fn shutdown_cuts_what_does_not_end() {
 fn an_upstream_that_cannot_be_spoken_to_is_refused() {
     struct Deaf;
     impl Observer for Deaf {
-        fn begin(&self, _: &str) {}
+        fn begin(&self, _: Begun<'_>) {}
         fn finished(&self, _: Exchange) {}
     }
     for address in ["https://vllm", "vllm:8000", "/path", "http://user:secret@vllm"] {

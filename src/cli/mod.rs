@@ -96,7 +96,8 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 /// Logs go to standard error, so that standard output holds reports alone. `RUST_LOG` chooses what is told.
 fn log_to_standard_error() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let terminal = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(terminal).init();
 }
 
 /// Runs the command line of this process.

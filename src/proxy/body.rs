@@ -9,7 +9,7 @@ use hyper::HeaderMap;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use jiff::Timestamp;
 
-use super::observer::{Endpoint, Exchange, Observer, Source};
+use super::observer::{Begun, Endpoint, Exchange, Observer, Source};
 use super::routes::Route;
 use crate::openai::Status;
 use crate::openai::ids::StreamRestorer;
@@ -49,12 +49,13 @@ impl Recording {
         request_headers: HeaderMap,
         capture_limit: usize,
     ) -> Self {
-        observer.begin(&request_id);
+        let received_at = Timestamp::now();
+        observer.begin(Begun { request_id: &request_id, endpoint, received_at });
         Self {
             observer,
             request_id,
             endpoint,
-            received_at: Timestamp::now(),
+            received_at,
             conversation_id: super::headers::text(&request_headers, super::headers::CONVERSATION),
             source: match super::headers::text(&request_headers, super::headers::SOURCE).as_deref() {
                 Some("replay") => Source::Replay,

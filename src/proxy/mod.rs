@@ -18,7 +18,7 @@ mod server;
 mod upstream;
 
 pub use handler::{Proxy, ProxyError, ProxyOptions};
-pub use observer::{Endpoint, Exchange, Observer, Parsed, Source};
+pub use observer::{Begun, Endpoint, Exchange, Observer, Parsed, Source};
 pub use server::Drained;
 
 pub use crate::openai::Status;

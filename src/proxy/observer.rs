@@ -9,11 +9,20 @@ use crate::openai::{Answer, Choice, RequestView, Status};
 
 /// Is told of recorded requests. It is called on the request path: it must not block and must not panic.
 pub trait Observer: Send + Sync + 'static {
-    /// A recorded request goes to vLLM under this id. Once for each id.
-    fn begin(&self, request_id: &str);
+    /// A recorded request goes to vLLM. Once for each id.
+    fn begin(&self, begun: Begun<'_>);
 
     /// The request has ended, in whatever way. Once for each `begin`.
     fn finished(&self, exchange: Exchange);
+}
+
+/// A recorded request as it starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Begun<'a> {
+    /// The id that vLLM sees.
+    pub request_id: &'a str,
+    pub endpoint: Endpoint,
+    pub received_at: Timestamp,
 }
 
 /// The recorded routes.

@@ -379,9 +379,8 @@ pub(super) mod tests {
     fn names_are_the_same_in_json_and_in_the_column() {
         for status in Status::ALL {
             assert_eq!(serde_json::to_string(&status).unwrap(), format!("{:?}", status.as_str()));
-            assert_eq!(Status::parse(status.as_str()), Some(status));
+            assert_eq!(status.as_str().parse(), Ok(status));
         }
-        assert_eq!(Status::parse("done"), None);
         for split in [Split::Train, Split::HeldOut] {
             assert_eq!(serde_json::to_string(&split).unwrap(), format!("{:?}", split.as_str()));
             assert_eq!(Split::parse(split.as_str()), Some(split));

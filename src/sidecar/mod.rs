@@ -23,7 +23,7 @@ use tokio::sync::watch;
 use crate::config::{Config, TokenIds};
 use crate::control::{self, Controlled, PartReport};
 use crate::head::VerifierShape;
-use crate::proxy::{Exchange, Observer, Proxy, ProxyOptions};
+use crate::proxy::{Begun, Exchange, Observer, Proxy, ProxyOptions};
 use crate::record::{Record, Recorder, RecorderHandle, RecorderOptions};
 use crate::states::{Collector, CollectorOptions, StateStore, StoreOptions};
 use crate::store::DataDir;
@@ -223,8 +223,9 @@ impl Tee {
 }
 
 impl Observer for Tee {
-    fn begin(&self, request_id: &str) {
-        self.recorder.begin(Record::new(request_id, "", crate::record::now_micros()));
+    fn begin(&self, begun: Begun<'_>) {
+        let started_at = begun.received_at.as_microsecond();
+        self.recorder.begin(Record::new(begun.request_id, begun.endpoint.path(), started_at));
     }
 
     fn finished(&self, exchange: Exchange) {
