@@ -1,0 +1,43 @@
+//! The whole loop on a real vLLM (CPU) with a real model: `draftsmith demo` on one narrow domain, and what it must show.
+
+use std::process::Command;
+
+/// A port that was free a moment ago.
+fn free_port() -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port().to_string()
+}
+
+#[test]
+#[ignore = "installs a real vLLM (7 GB) and runs for about 20 minutes"]
+fn the_loop_raises_acceptance_on_a_real_vllm() {
+    let directory = tempfile::tempdir().unwrap();
+    let run = directory.path().join("demo");
+    let (vllm, proxy, control) = (free_port(), free_port(), free_port());
+    let output = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
+        .args(["demo", "--domain", "narrow", "--json", "--vllm-port", &vllm, "--proxy-port", &proxy])
+        .args(["--control-port", &control, "--directory"])
+        .arg(&run)
+        .stderr(std::process::Stdio::inherit())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "draftsmith demo ended with {}", output.status);
+    println!("{}", String::from_utf8_lossy(&output.stdout));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+
+    let before = report["before"]["acceptance_length"].as_f64().unwrap();
+    let after = report["after"]["acceptance_length"].as_f64().unwrap();
+    let forecast = report["forecast"].as_f64().unwrap();
+    assert!(before < 1.05, "a random head was accepted: {before}");
+    assert!(after >= 2.2, "acceptance length {after}");
+    assert!((forecast - after).abs() <= 0.08, "forecast {forecast}, live {after}");
+
+    // Every prompt became a row, those of the two streams too, and every answer gave a sample.
+    let prompts: u64 = ["before", "training_traffic", "after"]
+        .iter()
+        .map(|part| report[part]["prompts"].as_u64().unwrap())
+        .sum();
+    assert_eq!(report["records"].as_u64().unwrap(), prompts + 2);
+    assert_eq!(report["states"].as_u64().unwrap(), prompts + 2);
+    assert_eq!(report["swap"]["same_text"], true);
+}
