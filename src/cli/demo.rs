@@ -13,6 +13,9 @@ pub struct DemoCommand {
     /// Whose traffic to replay
     #[arg(long, value_enum, default_value_t = Domain::Narrow)]
     domain: Domain,
+    /// Prompts to replay, for a quicker and weaker run
+    #[arg(long)]
+    prompts: Option<usize>,
     /// Everything that this run writes
     #[arg(long, value_name = "DIR", default_value = "demo")]
     directory: PathBuf,
@@ -41,6 +44,7 @@ impl DemoCommand {
         };
         let options = Options {
             domain: self.domain,
+            prompts: self.prompts,
             directory: self.directory,
             environment,
             vllm_port: self.vllm_port,

@@ -44,6 +44,8 @@ pub enum Domain {
 #[derive(Clone, Debug)]
 pub struct Options {
     pub domain: Domain,
+    /// Prompts of both sides of the split together; None: as many as the figures in the README took.
+    pub prompts: Option<usize>,
     /// Everything that this run writes; the installation is kept in `environment`.
     pub directory: PathBuf,
     /// Where vLLM, the model and the prompts are installed, once.
@@ -93,7 +95,7 @@ struct Plan {
 impl Domain {
     fn plan(self) -> Plan {
         match self {
-            Domain::Narrow => Plan { prompts: 330, max_tokens: 80, passes: 5, concurrency: 16 },
+            Domain::Narrow => Plan { prompts: 330, max_tokens: 80, passes: 4, concurrency: 16 },
             Domain::General => Plan { prompts: 320, max_tokens: 96, passes: 5, concurrency: 16 },
         }
     }
@@ -101,7 +103,8 @@ impl Domain {
 
 /// Runs the loop and tells each step on standard error.
 pub async fn run(options: &Options) -> anyhow::Result<Report> {
-    let plan = options.domain.plan();
+    let mut plan = options.domain.plan();
+    plan.prompts = options.prompts.unwrap_or(plan.prompts);
     std::fs::create_dir_all(&options.directory)
         .with_context(|| format!("directory {}", options.directory.display()))?;
     // The servers run elsewhere, so every path must be whole.
