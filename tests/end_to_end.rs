@@ -4,8 +4,8 @@ use std::process::Command;
 
 /// A port that was free a moment ago.
 fn free_port() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port().to_string()
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    listener.local_addr().expect("a bound address").port().to_string()
 }
 
 #[test]
