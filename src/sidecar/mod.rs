@@ -274,7 +274,7 @@ impl Controlled for Parts {
     fn flush(&self) -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> {
         let recorder = self.recorder.clone();
         Box::pin(async move {
-            let sealed = tokio::task::spawn_blocking(move || recorder.flush()).await;
+            let sealed = tokio::task::spawn_blocking(move || recorder.seal()).await;
             match sealed {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(error)) => Err(error.to_string()),
