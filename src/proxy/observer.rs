@@ -6,6 +6,7 @@ use hyper::header::CONTENT_TYPE;
 use jiff::Timestamp;
 
 use crate::openai::{Answer, Choice, RequestView, Status};
+pub use crate::record::Source;
 
 /// Is told of recorded requests. It is called on the request path: it must not block and must not panic.
 pub trait Observer: Send + Sync + 'static {
@@ -45,22 +46,6 @@ impl Endpoint {
         match self {
             Endpoint::ChatCompletions => "chatcmpl-",
             Endpoint::Completions => "cmpl-",
-        }
-    }
-}
-
-/// Where the request came from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Source {
-    Live,
-    Replay,
-}
-
-impl Source {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Source::Live => "live",
-            Source::Replay => "replay",
         }
     }
 }

@@ -5,7 +5,7 @@ use sha2::{Digest, Sha256};
 
 use crate::openai::{Choice, RequestView};
 use crate::proxy::{Exchange, Parsed};
-use crate::record::{Record, Source, messages_from_json};
+use crate::record::{Record, messages_from_json};
 use crate::states::{ChoiceText, RequestSummary};
 use crate::store::is_held_out;
 
@@ -42,10 +42,7 @@ pub fn rows(exchange: &Exchange, options: &RowOptions) -> (Vec<Record>, RequestS
     base.params_json = request.params_json.clone();
     let usage = &parsed.answer.usage;
     base.prompt_tokens = signed(usage.prompt_tokens);
-    base.source = match exchange.source {
-        crate::proxy::Source::Live => Source::Live,
-        crate::proxy::Source::Replay => Source::Replay,
-    };
+    base.source = exchange.source;
     if options.keep_raw {
         base.raw_request = Some(exchange.request_body.to_vec());
         base.raw_response = Some(exchange.response_body.to_vec());
