@@ -32,6 +32,14 @@ fn the_loop_raises_acceptance_on_a_real_vllm() {
     assert!(after >= 2.2, "acceptance length {after}");
     assert!((forecast - after).abs() <= 0.08, "forecast {forecast}, live {after}");
 
+    // Summed over the records: what vLLM counted.
+    for part in ["before", "training_traffic", "after"] {
+        let (part, recorded) = (&report[part], &report[part]["recorded"]);
+        assert_eq!(recorded["drafts"].as_f64(), part["drafts"].as_f64());
+        assert_eq!(recorded["drafted_tokens"].as_f64(), part["draft_tokens"].as_f64());
+        assert_eq!(recorded["accepted_tokens"].as_f64(), part["accepted_tokens"].as_f64());
+    }
+
     // Every prompt became a row, those of the two streams too, and every answer gave a sample.
     let prompts: u64 = ["before", "training_traffic", "after"]
         .iter()

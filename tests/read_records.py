@@ -1,9 +1,10 @@
-"""Opens a records/ tree as pyarrow and DuckDB users would, checks the types, and prints two queries as JSON.
+"""Opens a records/ tree as pyarrow and DuckDB users would, checks the types, and prints the documents' queries as JSON.
 
 usage: read_records.py RECORDS
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ TYPES = {
     "prompt": pa.string(), "tools_json": pa.string(), "params_json": pa.string(), "reasoning": pa.string(),
     "content": pa.string(), "tool_calls_json": pa.string(),
     "prompt_tokens": pa.int64(), "completion_tokens": pa.int64(), "cached_tokens": pa.int64(),
-    "reasoning_tokens": pa.int64(), "draft_head": pa.string(), "drafted_tokens": pa.int64(),
+    "reasoning_tokens": pa.int64(), "draft_head": pa.string(), "drafts": pa.int64(), "drafted_tokens": pa.int64(),
     "accepted_tokens": pa.int64(), "source": pa.string(), "split": pa.string(), "tenant_hash": pa.string(),
     "refusal": pa.string(), "logprobs_json": pa.string(), "redaction": pa.string(), "states_status": pa.string(),
     "raw_request": pa.binary(), "raw_response": pa.binary(),
@@ -36,10 +37,10 @@ def check_with_pyarrow(root: Path) -> int:
     for path in files:
         schema = pq.read_schema(path)
         assert schema.equals(first), f"{path}: another schema than {files[0]}"
-        assert schema.metadata[b"draftsmith.schema_version"] == b"1", path
+        assert schema.metadata[b"draftsmith.schema_version"] == b"2", path
         assert "dt" not in schema.names and "hour" not in schema.names, path
         metadata = pq.read_metadata(path)
-        assert metadata.metadata[b"draftsmith.schema_version"] == b"1", path
+        assert metadata.metadata[b"draftsmith.schema_version"] == b"2", path
         assert metadata.row_group(0).column(0).compression == "ZSTD", path
 
     dataset = ds.dataset(root, format="parquet", partitioning="hive")
@@ -61,28 +62,36 @@ def check_with_pyarrow(root: Path) -> int:
     return table.num_rows
 
 
+def queries_of(document: str, root: Path) -> list[str]:
+    """The SQL that users are told to run, on this tree."""
+    text = (Path(__file__).parent.parent / document).read_text()
+    blocks = re.findall(r"```sql\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 1, f"{document} has {len(blocks)} blocks of SQL"
+    assert blocks[0].count("'data/records/") == 1, document
+    queries = blocks[0].replace("'data/records/", f"'{root}/").split(";")
+    return [query for query in queries if query.strip()]
+
+
 def query_with_duckdb(root: Path) -> dict:
     connection = duckdb.connect()
-    connection.execute(
-        f"CREATE VIEW records AS SELECT * FROM read_parquet('{root}/*/*/*.parquet', hive_partitioning = true)"
-    )
+    view, *of_schema = queries_of("schemas/records.md", root)
+    connection.execute(view)
     described = {name: kind for name, kind, *_ in connection.execute("DESCRIBE records").fetchall()}
     assert described["started_at"] == "TIMESTAMP WITH TIME ZONE", described["started_at"]
     assert described["output_token_ids"] == "INTEGER[]", described["output_token_ids"]
     assert described["messages"].startswith("STRUCT(") and described["messages"].endswith("[]"), described["messages"]
     assert described["raw_request"] == "BLOB", described["raw_request"]
     assert described["accepted_tokens"] == "BIGINT", described["accepted_tokens"]
-    acceptance = connection.execute(
-        """
-        SELECT CAST(dt AS VARCHAR), sum(accepted_tokens) / sum(drafted_tokens)
-        FROM records
-        WHERE accepted_tokens IS NOT NULL AND drafted_tokens IS NOT NULL
-        GROUP BY dt ORDER BY dt
-        """
-    ).fetchall()
-    statuses = connection.execute("SELECT status, count(*) FROM records GROUP BY status ORDER BY status").fetchall()
+    [of_readme] = queries_of("README.md", root)
+    acceptance = [(str(day), *rest) for day, *rest in connection.execute(of_readme).fetchall()]
+    rates, statuses = [connection.execute(query).fetchall() for query in of_schema]
     rows = connection.execute("SELECT count(*) FROM records").fetchone()[0]
-    return {"acceptance_by_day": acceptance, "rows_by_status": statuses, "rows": rows}
+    return {
+        "acceptance": acceptance,
+        "rates": [(str(day), rate) for day, rate in rates],
+        "rows_by_status": sorted(statuses),
+        "rows": rows,
+    }
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use draftsmith::record::{
-    Message, Record, RecordError, Recorder, RecorderHandle, RecorderOptions, Row, SCHEMA_VERSION,
+    Join, Message, Record, RecordError, Recorder, RecorderHandle, RecorderOptions, Row, SCHEMA_VERSION,
     SCHEMA_VERSION_KEY, Source, Split, Status, files, now_micros, rows, stats, token_frequencies, verify,
 };
 use draftsmith::store::DataDir;
@@ -38,6 +38,16 @@ fn options() -> RecorderOptions {
 
 fn ended(request_id: &str) -> Record {
     Record { status: Status::Ok, ..Record::new(request_id, "/v1/chat/completions", now_micros()) }
+}
+
+fn join(request_id: &str, prompt_token_ids: Vec<i32>, output_token_ids: Vec<i32>) -> Join {
+    Join {
+        request_id: request_id.into(),
+        prompt_token_ids,
+        output_token_ids,
+        states_status: "stored".into(),
+        ..Join::default()
+    }
 }
 
 fn all_rows(data: &DataDir) -> Vec<Row> {
@@ -66,6 +76,8 @@ fn rows_are_read_back_and_nothing_but_parquet_is_in_the_tree() {
     let first = Record {
         output_token_ids: Some(vec![3, 3, 1]),
         completion_tokens: Some(3),
+        draft_head: Some("digest".into()),
+        drafts: Some(4),
         drafted_tokens: Some(8),
         accepted_tokens: Some(2),
         source: Source::Replay,
@@ -75,10 +87,11 @@ fn rows_are_read_back_and_nothing_but_parquet_is_in_the_tree() {
     recorder.begin(Record::new("a", "/v1/chat/completions", first.started_at));
     recorder.record(vec![first.clone(), second]);
     recorder.record(vec![]);
+    recorder.record(vec![ended("without counts")]);
     recorder.shutdown().unwrap();
 
     let read = all_rows(&data);
-    assert_eq!(read.len(), 2);
+    assert_eq!(read.len(), 3);
     assert_eq!(read[0].record_id, first.record_id);
     assert_eq!(read[0].output_token_ids, Some(vec![3, 3, 1]));
     assert_eq!(read[0].source, Source::Replay);
@@ -88,10 +101,14 @@ fn rows_are_read_back_and_nothing_but_parquet_is_in_the_tree() {
     let error = token_frequencies(&data, 3).unwrap_err().to_string();
     assert!(error.contains("token id 3") && error.contains("vocabulary of 3"), "{error}");
 
-    let by_day = stats(&data).unwrap();
-    assert_eq!(by_day.len(), 1);
-    assert_eq!((by_day[0].rows, by_day[0].rows_with_ids), (2, 2));
-    assert_eq!((by_day[0].drafted_tokens, by_day[0].accepted_tokens), (16, 4));
+    let sums = stats(&data).unwrap();
+    assert_eq!(sums.days.len(), 1);
+    assert_eq!((sums.days[0].rows, sums.days[0].rows_with_ids), (3, 2));
+    assert_eq!(sums.acceptance.len(), 1, "a row without counts is in no group");
+    let drafted = &sums.acceptance[0];
+    assert_eq!((drafted.draft_head.as_deref(), drafted.rows), (Some("digest"), 2));
+    assert_eq!((drafted.drafts, drafted.drafted_tokens, drafted.accepted_tokens), (8, 16, 4));
+    assert_eq!(drafted.acceptance_length(), Some(1.5));
 
     let found = files(&data).unwrap();
     assert_eq!(found.len(), 1);
@@ -149,14 +166,15 @@ fn ids_meet_their_rows_before_and_after_the_segment_is_closed() {
     let (_directory, data) = temporary();
     let waiting = RecorderOptions { expect_join: true, join_timeout: Duration::from_secs(3600), ..options() };
     let recorder = Recorder::start(&data, waiting).unwrap();
-    recorder.join_ids("early", 0, vec![1], vec![2], "stored");
-    for request_id in ["early", "in time", "closed"] {
+    recorder.join(join("early", vec![1], vec![2]));
+    for request_id in ["early", "in time", "closed", "unknown"] {
         recorder.record(vec![ended(request_id)]);
     }
     // None of these has ids to wait for.
     recorder.record(vec![Record { status: Status::ClientError, ..ended("refused") }]);
     recorder.record(vec![Record { states_status: Some("off".into()), ..ended("no states") }]);
-    recorder.join_ids("in time", 0, vec![3], vec![4, 5], "stored");
+    recorder.join(Join { drafts: Some(2), ..join("in time", vec![3], vec![4, 5]) });
+    recorder.join(join("unknown", vec![], vec![]));
     recorder.flush().unwrap();
 
     let sealing = recorder.clone();
@@ -170,19 +188,20 @@ fn ids_meet_their_rows_before_and_after_the_segment_is_closed() {
         recorder.flush().unwrap();
     }
     assert!(sealed.try_recv().is_err());
-    recorder.join_ids("closed", 0, vec![6], vec![7], "evicted");
+    recorder.join(join("closed", vec![6], vec![7]));
     sealed.recv().unwrap().unwrap();
 
     let mut ids: HashMap<String, Option<Vec<i32>>> = HashMap::new();
     for row in all_rows(&data) {
+        assert_eq!(row.drafts, (row.request_id == "in time").then_some(2));
         ids.insert(row.request_id, row.output_token_ids);
     }
     assert_eq!(ids["early"], Some(vec![2]));
     assert_eq!(ids["in time"], Some(vec![4, 5]));
     assert_eq!(ids["closed"], Some(vec![7]));
-    assert_eq!(ids["refused"], None);
+    assert_eq!((&ids["refused"], &ids["unknown"]), (&None, &None));
     let counts = recorder.stats();
-    assert_eq!((counts.joined, counts.join_timeouts), (3, 0));
+    assert_eq!((counts.joined, counts.join_timeouts), (4, 0));
     recorder.shutdown().unwrap();
 }
 
@@ -192,7 +211,7 @@ fn row_whose_ids_never_come_is_sealed_after_the_timeout() {
     let impatient =
         RecorderOptions { expect_join: true, join_timeout: Duration::from_millis(100), ..options() };
     let recorder = Recorder::start(&data, impatient).unwrap();
-    recorder.join_ids("nobody", 0, vec![1], vec![1], "stored");
+    recorder.join(join("nobody", vec![1], vec![1]));
     recorder.record(vec![ended("a")]);
     let started = Instant::now();
     recorder.seal().unwrap();
@@ -496,6 +515,8 @@ fn python_readers_open_the_tree_as_one_table() {
             messages: Some(vec![message]),
             started_at: start + (index % 2) * day,
             status: if index % 10 == 0 { Status::Length } else { Status::Ok },
+            draft_head: Some(if index % 2 == 0 { "first" } else { "second" }.into()),
+            drafts: (index % 4 != 0).then_some(4),
             drafted_tokens: (index % 4 != 0).then_some(10),
             accepted_tokens: (index % 4 != 0).then_some(3 + index % 2),
             prompt_token_ids: Some(vec![1, 2]),
@@ -519,8 +540,10 @@ fn python_readers_open_the_tree_as_one_table() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     let result: serde_json::Value = serde_json::from_str(text.trim()).unwrap();
-    // Odd rows are on the second day, all known, accepting 4 of 10; the even ones that are known accept 3 of 10.
-    assert_eq!(result["acceptance_by_day"], serde_json::json!([["2025-11-29", 0.3], ["2025-11-30", 0.4]]));
+    // Odd rows are on the second day, all known, accepting 4 in 4 drafts; the even ones that are known accept 3.
+    let expected = serde_json::json!([["2025-11-29", "first", 1.75, 25], ["2025-11-30", "second", 2.0, 50]]);
+    assert_eq!(result["acceptance"], expected);
+    assert_eq!(result["rates"], serde_json::json!([["2025-11-29", 0.3], ["2025-11-30", 0.4]]));
     assert_eq!(result["rows_by_status"], serde_json::json!([["length", 10], ["ok", 92]]));
 }
 

@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use draftsmith::states::transfer::{self, FORMAT};
 use draftsmith::states::{
-    ChoiceText, Collector, CollectorOptions, Outcome, OutcomeStatus, Reader, RequestSummary, SampleHeader,
-    StateDtype, StateStore, StatesError, StoreOptions,
+    ChoiceText, Collector, CollectorOptions, Drafting, Outcome, OutcomeStatus, Reader, RequestSummary,
+    SampleHeader, StateDtype, StateStore, StatesError, StoreOptions,
 };
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -350,6 +350,8 @@ struct Fake {
     rows: usize,
     states: Vec<f32>,
     sha256: Option<String>,
+    /// Names and values that not every vLLM gives.
+    drafting: Vec<(&'static str, &'static str)>,
 }
 
 fn fake(internal_id: &str) -> Fake {
@@ -361,6 +363,7 @@ fn fake(internal_id: &str) -> Fake {
         rows: 6,
         states: floats(6),
         sha256: None,
+        drafting: vec![("drafts", "2"), ("drafted_tokens", "6"), ("accepted_tokens", "1")],
     }
 }
 
@@ -369,7 +372,7 @@ impl Fake {
         let states = bytes(&self.states);
         let ids: Vec<u8> = self.token_ids.iter().flat_map(|id| id.to_le_bytes()).collect();
         let sha256 = self.sha256.clone().unwrap_or_else(|| transfer::checksum(&states, &ids));
-        let metadata = HashMap::from([
+        let mut metadata = HashMap::from([
             ("format".to_string(), FORMAT.to_string()),
             ("request_id".to_string(), self.internal_id.clone()),
             ("layer_ids".to_string(), self.layer_ids.clone()),
@@ -377,6 +380,9 @@ impl Fake {
             ("sha256".to_string(), sha256),
             ("head_digest".to_string(), "abc".to_string()),
         ]);
+        for (name, value) in &self.drafting {
+            metadata.insert(name.to_string(), value.to_string());
+        }
         let layers = self.states.len() / self.rows / HIDDEN;
         let tensors = [
             ("hidden_states", TensorView::new(Dtype::F32, vec![self.rows, layers, HIDDEN], &states).unwrap()),
@@ -427,6 +433,32 @@ fn a_file_meets_its_request_in_either_order() {
     assert_eq!(sample.states, floats(6));
     assert_eq!(sample.header.head_digest.as_deref(), Some("abc"));
     assert_eq!((sample.header.prompt_length, sample.header.source.as_str()), (4, "replay"));
+    lab.collector.stop();
+}
+
+#[test]
+fn what_was_drafted_comes_with_the_ids_and_only_one_head_is_named() {
+    let lab = lab(|_| {}, true);
+    let publish = |name: &str, change: fn(&mut Fake)| {
+        let mut file = fake(&format!("chatcmpl-{name}-0123abcd"));
+        change(&mut file);
+        file.publish(lab.transfer.path());
+        lab.collector.expect(request(name, 1));
+        lab.next()
+    };
+    let counted = Some(Drafting { drafts: 2, drafted_tokens: 6, accepted_tokens: 1 });
+    let plain = publish("plain", |_| {});
+    assert_eq!((plain.drafting, plain.head_digest.as_deref()), (counted, Some("abc")));
+    let swapped = publish("swapped", |file| file.drafting.push(("head_swapped", "true")));
+    assert_eq!((swapped.drafting, swapped.head_digest), (counted, None));
+    let uncounted = publish("uncounted", |file| file.drafting.clear());
+    assert_eq!((uncounted.status, uncounted.drafting), (OutcomeStatus::Stored, None));
+    let refused = publish("refused", |file| file.states[0] = f32::NAN);
+    assert_eq!((refused.status, refused.drafting), (OutcomeStatus::NotFinite, counted));
+    let other = publish("other", |file| file.token_ids[5] = 1);
+    assert_eq!((other.status, other.drafting), (OutcomeStatus::Text, None));
+    let odd = publish("odd", |file| file.drafting[2].1 = "-1");
+    assert_eq!((odd.status, odd.drafting), (OutcomeStatus::Format, None));
     lab.collector.stop();
 }
 

@@ -16,6 +16,8 @@ use tokio::process::Command;
 
 use crate::config::Config;
 use crate::replay;
+use crate::states::Drafting;
+use crate::store::DataDir;
 use crate::vllm::{Client, Metrics, Timeouts};
 use process::{Background, run_json, run_to_end};
 
@@ -63,8 +65,12 @@ pub struct Traffic {
     pub seconds: f64,
     pub tokens_per_second: f64,
     pub drafts: f64,
+    pub draft_tokens: f64,
+    pub accepted_tokens: f64,
     pub acceptance_length: f64,
     pub accepted_per_position: Vec<f64>,
+    /// The same from the records; equal, since nobody left before the end.
+    pub recorded: Drafting,
 }
 
 /// The story in figures.
@@ -165,7 +171,6 @@ async fn run_loop(options: &Options, plan: &Plan, client: &Client, dataset: &Pat
     step("training traffic through the proxy");
     let training_traffic =
         replay_and_count(options, plan, client, dataset, replay::Split::Train, "train").await?;
-    flush(options).await?;
 
     step("training on what was captured");
     let passes = plan.passes.to_string();
@@ -193,7 +198,6 @@ async fn run_loop(options: &Options, plan: &Plan, client: &Client, dataset: &Pat
     step("the same held-out prompts with the new head");
     let after = replay_and_count(options, plan, client, dataset, replay::Split::HeldOut, "after").await?;
     let seconds = start.elapsed().as_secs_f64();
-    flush(options).await?;
 
     let records = run_json(&["records", "stats", "--config", &config, "--json"]).await?;
     let states = crate::states::Reader::open(&options.directory.join("data/states"))?.index().len();
@@ -348,16 +352,42 @@ async fn replay_and_count(
     run.held_out_fraction = Config::default().data.held_out_fraction;
     run.max_tokens = Some(plan.max_tokens as u64);
     run.temperature = Some(0.0);
+    flush(options).await?;
+    let recorded_before = recorded(options)?;
     let before = client.metrics().await?;
     let report = replay::run(run, std::future::pending()).await?;
+    flush(options).await?;
+    let recorded_after = recorded(options)?;
     let after = client.metrics().await?;
     if report.exit_code() != 0 {
         bail!("{} of {} prompts failed; see {}", report.failed, report.sent, errors.display());
     }
-    traffic(report.ok, report.seconds, &before, &after)
+    let recorded = Drafting {
+        drafts: recorded_after.drafts - recorded_before.drafts,
+        drafted_tokens: recorded_after.drafted_tokens - recorded_before.drafted_tokens,
+        accepted_tokens: recorded_after.accepted_tokens - recorded_before.accepted_tokens,
+    };
+    traffic(report.ok, report.seconds, &before, &after, recorded)
 }
 
-fn traffic(prompts: u64, seconds: f64, before: &Metrics, after: &Metrics) -> anyhow::Result<Traffic> {
+/// The sums over all rows so far.
+fn recorded(options: &Options) -> anyhow::Result<Drafting> {
+    let mut sum = Drafting::default();
+    for day in crate::record::stats(&DataDir::new(options.directory.join("data")))?.acceptance {
+        sum.drafts += day.drafts;
+        sum.drafted_tokens += day.drafted_tokens;
+        sum.accepted_tokens += day.accepted_tokens;
+    }
+    Ok(sum)
+}
+
+fn traffic(
+    prompts: u64,
+    seconds: f64,
+    before: &Metrics,
+    after: &Metrics,
+    recorded: Drafting,
+) -> anyhow::Result<Traffic> {
     let (Some(earlier), Some(later)) = (&before.spec, &after.spec) else {
         bail!("vLLM shows no counters of speculative decoding");
     };
@@ -369,12 +399,15 @@ fn traffic(prompts: u64, seconds: f64, before: &Metrics, after: &Metrics) -> any
         seconds,
         tokens_per_second: output_tokens / seconds,
         drafts: spec.drafts,
+        draft_tokens: spec.draft_tokens,
+        accepted_tokens: spec.accepted_tokens,
         acceptance_length: spec.acceptance_length().context("vLLM drafted nothing")?,
         accepted_per_position: spec.accepted_per_position.iter().map(|count| count / spec.drafts).collect(),
+        recorded,
     })
 }
 
-/// Has the sidecar seal its records, so that the trainer sees them.
+/// Has the sidecar seal its records, so that the trainer and the sums see them.
 async fn flush(options: &Options) -> anyhow::Result<()> {
     let url = format!("http://127.0.0.1:{}/v1/flush", options.control_port);
     reqwest::Client::new().post(url).send().await?.error_for_status()?;

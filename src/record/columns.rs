@@ -13,7 +13,7 @@ use arrow_schema::{ArrowError, DataType, Field, Fields, Schema, SchemaRef};
 use super::row::{Message, Record};
 
 /// Raised when columns are added; a column's name and type never change.
-pub const SCHEMA_VERSION: &str = "1";
+pub const SCHEMA_VERSION: &str = "2";
 /// The key of the version in each file's metadata.
 pub const SCHEMA_VERSION_KEY: &str = "draftsmith.schema_version";
 
@@ -62,6 +62,7 @@ fn columns(rows: &[Record]) -> Vec<(Field, ArrayRef)> {
         count("cached_tokens", rows, |row| row.cached_tokens),
         count("reasoning_tokens", rows, |row| row.reasoning_tokens),
         text("draft_head", rows, |row| row.draft_head.as_deref()),
+        count("drafts", rows, |row| row.drafts),
         count("drafted_tokens", rows, |row| row.drafted_tokens),
         count("accepted_tokens", rows, |row| row.accepted_tokens),
         required(text("source", rows, |row| Some(row.source.as_str()))),

@@ -1,10 +1,10 @@
 //! Records: the bounded recorder, the WAL, sealing to Parquet, and reading back.
 //!
 //! What crosses the door: the proxy hands over [`Record`]s (one per choice) and never waits; the state collector adds the
-//! token ids that it saw; the trainer and the commands read rows back from `records/`.
+//! token ids that it saw, and what was drafted for them; the trainer and the commands read rows back from `records/`.
 //!
 //! Promises:
-//! - `begin`, `record`, `abandon` and `join_ids` never wait for a disk. What does not fit the memory bound is dropped
+//! - `begin`, `record`, `abandon` and `join` never wait for a disk. What does not fit the memory bound is dropped
 //!   and counted.
 //! - A row is in the WAL, synced, at most one flush interval (and the flush itself) after it was handed over. A crash
 //!   loses nothing older.
@@ -23,6 +23,9 @@ mod writer;
 
 pub use columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema};
 pub use error::RecordError;
-pub use read::{DayStats, FileCheck, Row, Rows, files, rows, stats, token_frequencies, verify};
+pub use read::{
+    DayAcceptance, DayStats, FileCheck, Row, Rows, Stats, files, rows, stats, token_frequencies, verify,
+};
 pub use recorder::{Recorder, RecorderHandle, RecorderOptions, RecorderStats};
 pub use row::{Message, Record, Source, Split, Status, messages_from_json, now_micros};
+pub use wal::Join;

@@ -14,7 +14,7 @@ use super::error::RecordError;
 use super::row::{Source, Split, Status};
 use crate::store::DataDir;
 
-const COLUMNS: [&str; 15] = [
+const COLUMNS: [&str; 17] = [
     "record_id",
     "request_id",
     "choice_index",
@@ -26,6 +26,8 @@ const COLUMNS: [&str; 15] = [
     "output_token_ids",
     "prompt_tokens",
     "completion_tokens",
+    "draft_head",
+    "drafts",
     "drafted_tokens",
     "accepted_tokens",
     "source",
@@ -49,6 +51,8 @@ pub struct Row {
     pub output_token_ids: Option<Vec<i32>>,
     pub prompt_tokens: Option<i64>,
     pub completion_tokens: Option<i64>,
+    pub draft_head: Option<String>,
+    pub drafts: Option<i64>,
     pub drafted_tokens: Option<i64>,
     pub accepted_tokens: Option<i64>,
     pub source: Source,
@@ -169,6 +173,7 @@ fn parse(path: &Path, batch: &RecordBatch) -> Result<Vec<Row>, RecordError> {
     let request_ids = columns.texts("request_id")?;
     let conversation_ids = columns.texts("conversation_id")?;
     let models = columns.texts("model")?;
+    let draft_heads = columns.texts("draft_head")?;
     let statuses = columns.texts("status")?;
     let sources = columns.texts("source")?;
     let splits = columns.texts("split")?;
@@ -181,6 +186,8 @@ fn parse(path: &Path, batch: &RecordBatch) -> Result<Vec<Row>, RecordError> {
     let count = |name| columns.column(name, "int64", |array| array.as_primitive_opt::<Int64Type>());
     let prompt_tokens = count("prompt_tokens")?;
     let completion_tokens = count("completion_tokens")?;
+    // Files of schema version 1 have no such column.
+    let drafts = batch.column_by_name("drafts").map(|_| count("drafts")).transpose()?;
     let drafted_tokens = count("drafted_tokens")?;
     let accepted_tokens = count("accepted_tokens")?;
 
@@ -201,6 +208,8 @@ fn parse(path: &Path, batch: &RecordBatch) -> Result<Vec<Row>, RecordError> {
             output_token_ids: output_ids.value(row),
             prompt_tokens: number(prompt_tokens, row),
             completion_tokens: number(completion_tokens, row),
+            draft_head: text(draft_heads, row),
+            drafts: drafts.and_then(|array| number(array, row)),
             drafted_tokens: number(drafted_tokens, row),
             accepted_tokens: number(accepted_tokens, row),
             source: columns.known("source", sources.value(row), Source::parse)?,
@@ -300,19 +309,63 @@ pub struct DayStats {
     /// Sums over the rows where they are known.
     pub prompt_tokens: i64,
     pub completion_tokens: i64,
-    /// Over the rows that know both, so that their ratio is the acceptance.
+}
+
+/// What was drafted on one day by one head, over the rows that know it.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct DayAcceptance {
+    /// `2026-11-29`, UTC.
+    pub day: String,
+    /// sha256 of the head's model file; None: not known, or swapped while the answer was written.
+    pub draft_head: Option<String>,
+    pub rows: u64,
+    pub drafts: i64,
     pub drafted_tokens: i64,
     pub accepted_tokens: i64,
 }
 
-/// By day, then status.
-pub fn stats(data: &DataDir) -> Result<Vec<DayStats>, RecordError> {
+impl DayAcceptance {
+    /// Mean tokens for each step of the verifier that had a draft; None where there was none.
+    pub fn acceptance_length(&self) -> Option<f64> {
+        (self.drafts > 0).then(|| 1.0 + self.accepted_tokens as f64 / self.drafts as f64)
+    }
+}
+
+/// What [`stats`] found.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Stats {
+    /// By day, then status.
+    pub days: Vec<DayStats>,
+    /// By day, then head.
+    pub acceptance: Vec<DayAcceptance>,
+}
+
+/// Counts and sums over all rows.
+pub fn stats(data: &DataDir) -> Result<Stats, RecordError> {
     let mut groups: BTreeMap<(String, Status), DayStats> = BTreeMap::new();
+    let mut acceptance: BTreeMap<(String, Option<String>), DayAcceptance> = BTreeMap::new();
     for row in rows(data)? {
         let row = row?;
         let timestamp =
             jiff::Timestamp::from_microsecond(row.started_at).unwrap_or(jiff::Timestamp::UNIX_EPOCH);
         let day = jiff::tz::Offset::UTC.to_datetime(timestamp).date().to_string();
+        if let (Some(drafts), Some(drafted), Some(accepted)) =
+            (row.drafts, row.drafted_tokens, row.accepted_tokens)
+        {
+            let key = (day.clone(), row.draft_head.clone());
+            let of_head = acceptance.entry(key).or_insert_with(|| DayAcceptance {
+                day: day.clone(),
+                draft_head: row.draft_head,
+                rows: 0,
+                drafts: 0,
+                drafted_tokens: 0,
+                accepted_tokens: 0,
+            });
+            of_head.rows += 1;
+            of_head.drafts += drafts;
+            of_head.drafted_tokens += drafted;
+            of_head.accepted_tokens += accepted;
+        }
         let group = groups.entry((day.clone(), row.status)).or_insert_with(|| DayStats {
             day,
             status: row.status,
@@ -320,19 +373,13 @@ pub fn stats(data: &DataDir) -> Result<Vec<DayStats>, RecordError> {
             rows_with_ids: 0,
             prompt_tokens: 0,
             completion_tokens: 0,
-            drafted_tokens: 0,
-            accepted_tokens: 0,
         });
         group.rows += 1;
         group.rows_with_ids += u64::from(row.output_token_ids.is_some());
         group.prompt_tokens += row.prompt_tokens.unwrap_or(0);
         group.completion_tokens += row.completion_tokens.unwrap_or(0);
-        if let (Some(drafted), Some(accepted)) = (row.drafted_tokens, row.accepted_tokens) {
-            group.drafted_tokens += drafted;
-            group.accepted_tokens += accepted;
-        }
     }
-    Ok(groups.into_values().collect())
+    Ok(Stats { days: groups.into_values().collect(), acceptance: acceptance.into_values().collect() })
 }
 
 /// What [`verify`] found of one file.

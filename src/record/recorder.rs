@@ -29,7 +29,7 @@ pub struct RecorderOptions {
     pub segment_bytes: u64,
     /// or at this age.
     pub segment_age: Duration,
-    /// Whether the token ids of rows come through [`RecorderHandle::join_ids`].
+    /// Whether the token ids of rows come through [`RecorderHandle::join`].
     pub expect_join: bool,
     /// How long sealing waits for them after the segment is closed, and how long ids wait for their row.
     pub join_timeout: Duration,
@@ -344,25 +344,11 @@ impl RecorderHandle {
         self.inner.shared.push(Item::Abandon(request_id.into()));
     }
 
-    /// The token ids that the engine saw for one choice, and what became of its states. May come a little before its
-    /// row. Never waits.
-    pub fn join_ids(
-        &self,
-        request_id: impl Into<String>,
-        choice_index: u32,
-        prompt_token_ids: Vec<i32>,
-        output_token_ids: Vec<i32>,
-        states_status: impl Into<String>,
-    ) {
-        let ids = prompt_token_ids.len() + output_token_ids.len();
-        let join = Join {
-            request_id: request_id.into(),
-            choice_index,
-            prompt_token_ids,
-            output_token_ids,
-            states_status: states_status.into(),
-        };
-        if !self.inner.shared.offer(Item::Join(join), 256 + ids * size_of::<i32>()) {
+    /// The token ids that the engine saw for one choice, what it drafted, and what became of its states. May come a
+    /// little before its row. Never waits.
+    pub fn join(&self, join: Join) {
+        let bytes = join.approximate_bytes();
+        if !self.inner.shared.offer(Item::Join(join), bytes) {
             self.dropped_other("join");
         }
     }

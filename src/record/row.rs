@@ -149,8 +149,10 @@ pub struct Record {
     pub completion_tokens: Option<i64>,
     pub cached_tokens: Option<i64>,
     pub reasoning_tokens: Option<i64>,
-    /// The id of the draft head that was live.
+    /// sha256 of the model file of the draft head that drafted the whole answer.
     pub draft_head: Option<String>,
+    /// Steps in which drafted tokens were verified. The acceptance length is 1 + accepted / drafts.
+    pub drafts: Option<i64>,
     pub drafted_tokens: Option<i64>,
     pub accepted_tokens: Option<i64>,
     pub source: Source,
@@ -200,6 +202,7 @@ impl Record {
             cached_tokens: None,
             reasoning_tokens: None,
             draft_head: None,
+            drafts: None,
             drafted_tokens: None,
             accepted_tokens: None,
             source: Source::Live,
@@ -332,6 +335,7 @@ pub(super) mod tests {
             cached_tokens: Some(1),
             reasoning_tokens: Some(0),
             draft_head: some("head"),
+            drafts: Some(2),
             drafted_tokens: Some(6),
             accepted_tokens: Some(4),
             source: Source::Replay,

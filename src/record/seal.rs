@@ -371,6 +371,10 @@ mod tests {
             choice_index: 0,
             prompt_token_ids: vec![9, 8],
             output_token_ids: vec![7],
+            draft_head: Some("digest".into()),
+            drafts: Some(3),
+            drafted_tokens: Some(9),
+            accepted_tokens: Some(4),
             states_status: "stored".into(),
         };
         let again = Frame::Records(vec![first.clone()]);
@@ -390,6 +394,9 @@ mod tests {
         assert_eq!(read[0].output_token_ids, first.output_token_ids);
         assert_eq!(read[1].prompt_token_ids, Some(vec![9, 8]));
         assert_eq!(read[1].output_token_ids, Some(vec![7]));
+        assert_eq!(read[1].draft_head.as_deref(), Some("digest"));
+        let counts = (read[1].drafts, read[1].drafted_tokens, read[1].accepted_tokens);
+        assert_eq!(counts, (Some(3), Some(9), Some(4)));
     }
 
     #[test]

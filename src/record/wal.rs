@@ -23,21 +23,39 @@ const VERSION: u16 = 1;
 const FRAME_HEADER: usize = 9;
 pub(super) const EXTENSION: &str = "wal";
 
-/// The token ids of one choice, as the engine saw them.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Join {
+/// What the engine knows of one choice and its answer does not say. The fields are those of [`Record`]; empty ids are
+/// unknown ones.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Join {
     pub request_id: String,
     pub choice_index: u32,
     pub prompt_token_ids: Vec<i32>,
     pub output_token_ids: Vec<i32>,
+    pub draft_head: Option<String>,
+    pub drafts: Option<i64>,
+    pub drafted_tokens: Option<i64>,
+    pub accepted_tokens: Option<i64>,
     pub states_status: String,
 }
 
 impl Join {
-    pub fn apply(&self, record: &mut Record) {
-        record.prompt_token_ids = Some(self.prompt_token_ids.clone());
-        record.output_token_ids = Some(self.output_token_ids.clone());
+    pub(super) fn apply(&self, record: &mut Record) {
+        // No prompt is empty.
+        if !self.prompt_token_ids.is_empty() {
+            record.prompt_token_ids = Some(self.prompt_token_ids.clone());
+            record.output_token_ids = Some(self.output_token_ids.clone());
+        }
+        record.draft_head = self.draft_head.clone();
+        record.drafts = self.drafts;
+        record.drafted_tokens = self.drafted_tokens;
+        record.accepted_tokens = self.accepted_tokens;
         record.states_status = Some(self.states_status.clone());
+    }
+
+    /// About how many bytes it holds in memory; what the recorder's bound counts.
+    pub(super) fn approximate_bytes(&self) -> usize {
+        let ids = self.prompt_token_ids.len() + self.output_token_ids.len();
+        size_of::<Join>() + 256 + ids * size_of::<i32>()
     }
 }
 
@@ -291,8 +309,10 @@ mod tests {
             request_id: "a".into(),
             choice_index: 1,
             prompt_token_ids: vec![7],
-            output_token_ids: vec![],
+            draft_head: Some("digest".into()),
+            drafts: Some(2),
             states_status: "stored".into(),
+            ..Join::default()
         };
         vec![
             Frame::Begin(Box::new(Record::new("a", "/v1/completions", 1))),

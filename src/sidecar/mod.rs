@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! proxy --exchange--> rows --> recorder (WAL, Parquet)
-//!                       \--> collector --ids and outcome--> recorder
+//!                       \--> collector --ids, drafting and outcome--> recorder
 //! ```
 //!
 //! Everything that could wait stands behind a bounded hand-off; the request path never does. Ports are bound before
@@ -24,7 +24,7 @@ use crate::config::{Config, TokenIds};
 use crate::control::{self, Controlled, PartReport};
 use crate::head::VerifierShape;
 use crate::proxy::{Begun, Exchange, Observer, Proxy, ProxyOptions};
-use crate::record::{Record, Recorder, RecorderHandle, RecorderOptions};
+use crate::record::{Join, Record, Recorder, RecorderHandle, RecorderOptions};
 use crate::states::{Collector, CollectorOptions, StateStore, StoreOptions};
 use crate::store::DataDir;
 use rows::{RowOptions, rows, signed_ids};
@@ -153,14 +153,17 @@ fn start_collector(
         },
     )?;
     let collector = Collector::start(options, store, tokenizer, move |outcome| {
-        let choice_index = u32::try_from(outcome.choice_index).unwrap_or(u32::MAX);
-        recorder.join_ids(
-            outcome.request_id,
-            choice_index,
-            signed_ids(&outcome.prompt_ids),
-            signed_ids(&outcome.output_ids),
-            outcome.status.as_str(),
-        );
+        recorder.join(Join {
+            request_id: outcome.request_id,
+            choice_index: u32::try_from(outcome.choice_index).unwrap_or(u32::MAX),
+            prompt_token_ids: signed_ids(&outcome.prompt_ids),
+            output_token_ids: signed_ids(&outcome.output_ids),
+            draft_head: outcome.head_digest,
+            drafts: outcome.drafting.map(|drafting| drafting.drafts),
+            drafted_tokens: outcome.drafting.map(|drafting| drafting.drafted_tokens),
+            accepted_tokens: outcome.drafting.map(|drafting| drafting.accepted_tokens),
+            states_status: outcome.status.as_str().to_owned(),
+        });
     })?;
     Ok(collector)
 }

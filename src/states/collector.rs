@@ -16,7 +16,7 @@ use notify::Watcher;
 use tokenizers::Tokenizer;
 
 use super::store::now_milliseconds;
-use super::transfer::{self, TransferError, TransferFile, TransferName};
+use super::transfer::{self, Drafting, TransferError, TransferFile, TransferName};
 use super::{SampleHeader, StateDtype, StateStore, StatesError, StoreStats};
 
 /// Requests and file events that may wait for the thread. A full queue drops requests (counted), never blocks a caller.
@@ -79,21 +79,26 @@ pub struct RequestSummary {
 }
 
 /// What came of one choice.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Outcome {
     pub request_id: String,
     pub choice_index: usize,
     /// Empty where the file's ids could not be trusted or there was no file.
     pub prompt_ids: Vec<u32>,
     pub output_ids: Vec<u32>,
+    /// None where the ids are empty, or where vLLM does not count per request.
+    pub drafting: Option<Drafting>,
+    /// sha256 of the one draft head that drafted the whole answer; None where it is not known, or was swapped meanwhile.
+    pub head_digest: Option<String>,
     pub status: OutcomeStatus,
 }
 
 /// Why a sample was stored or not; also the reasons by which failures are counted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum OutcomeStatus {
     Stored,
     /// No file came in time.
+    #[default]
     Missing,
     /// No request came in time.
     Unmatched,
@@ -475,13 +480,8 @@ impl Worker {
         summary: &RequestSummary,
         text: &ChoiceText,
     ) -> Outcome {
-        let mut outcome = Outcome {
-            request_id: summary.request_id.clone(),
-            choice_index,
-            prompt_ids: Vec::new(),
-            output_ids: Vec::new(),
-            status: OutcomeStatus::Stored,
-        };
+        let mut outcome =
+            Outcome { request_id: summary.request_id.clone(), choice_index, ..Outcome::default() };
         let file = match transfer::read(path, self.options.max_file_bytes) {
             Ok(file) => file,
             Err(error) => {
@@ -507,6 +507,8 @@ impl Worker {
         }
         outcome.prompt_ids = file.token_ids[..file.prompt_length].to_vec();
         outcome.output_ids = file.token_ids[file.prompt_length..].to_vec();
+        outcome.drafting = file.drafting;
+        outcome.head_digest = file.head_digest.clone().filter(|_| !file.head_swapped);
         outcome.status = match self.check_states(&file) {
             Ok(()) => self.store(summary, choice_index, &file),
             Err(status) => status,
@@ -630,9 +632,8 @@ impl Worker {
             self.report(Outcome {
                 request_id: waiting.summary.request_id.clone(),
                 choice_index,
-                prompt_ids: Vec::new(),
-                output_ids: Vec::new(),
                 status: OutcomeStatus::Missing,
+                ..Outcome::default()
             });
         }
     }

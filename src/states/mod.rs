@@ -24,6 +24,7 @@ pub use collector::{
 pub use reader::{Reader, Refreshed, Sample, SampleEntry, VerifyReport};
 pub use shard::{SampleHeader, StateDtype};
 pub use store::{StateStore, StoreOptions, StoreStats};
+pub use transfer::Drafting;
 
 use std::io;
 use std::path::PathBuf;

@@ -4,6 +4,7 @@
 //! `chatcmpl-<request id>-<8 hex>` for chat, `cmpl-<request id>-<prompt index>-<8 hex>` for completions, and with n > 1
 //! each of them gets `<i>_` in front.
 
+use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
@@ -79,6 +80,17 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
 }
 
+/// What one request added to vLLM's counters of speculative decoding.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Drafting {
+    /// Steps in which drafted tokens were verified.
+    pub drafts: i64,
+    /// Tokens verified in them.
+    pub drafted_tokens: i64,
+    /// Of these, tokens accepted.
+    pub accepted_tokens: i64,
+}
+
 /// The contents of a transfer file, checksum and shapes verified.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TransferFile {
@@ -87,8 +99,12 @@ pub struct TransferFile {
     pub layer_ids: Vec<u32>,
     /// How many of the token ids are the prompt.
     pub prompt_length: usize,
-    /// The draft head that was live, where the plugin says so.
+    /// sha256 of the draft head that was live at the end, where the plugin knows it.
     pub head_digest: Option<String>,
+    /// Another head may have drafted a part: one was loaded while the request ran, or just after.
+    pub head_swapped: bool,
+    /// None where vLLM does not count per request.
+    pub drafting: Option<Drafting>,
     /// [T + 1], prompt and output.
     pub token_ids: Vec<u32>,
     /// T.
@@ -207,6 +223,8 @@ pub fn parse(bytes: &[u8]) -> Result<TransferFile, TransferError> {
         layer_ids,
         prompt_length,
         head_digest: metadata.get("head_digest").filter(|digest| !digest.is_empty()).cloned(),
+        head_swapped: metadata.get("head_swapped").is_some_and(|word| word == "true"),
+        drafting: parse_drafting(metadata)?,
         token_ids,
         rows,
         layers,
@@ -214,6 +232,23 @@ pub fn parse(bytes: &[u8]) -> Result<TransferFile, TransferError> {
         dtype,
         states: states.data().to_vec(),
     })
+}
+
+/// All three counts or none.
+fn parse_drafting(metadata: &HashMap<String, String>) -> Result<Option<Drafting>, TransferError> {
+    if !metadata.contains_key("drafts") {
+        return Ok(None);
+    }
+    let count = |name: &str| {
+        let text = metadata.get(name).map_or("", String::as_str);
+        let number: Option<u32> = text.parse().ok();
+        number.map(i64::from).ok_or_else(|| TransferError::Format(format!("{name} is {text:?}, no number")))
+    };
+    Ok(Some(Drafting {
+        drafts: count("drafts")?,
+        drafted_tokens: count("drafted_tokens")?,
+        accepted_tokens: count("accepted_tokens")?,
+    }))
 }
 
 /// Hex of SHA-256 over the raw bytes of the states, then of the ids.

@@ -3,6 +3,8 @@
 kv_connector_extra_config: transfer_dir (required), writer_threads (2), max_pending_bytes (2 GiB: memory of states
 not yet written), min_free_bytes (256 MiB of the directory's file system stay free).
 
+The file also says how much was drafted for the request and accepted, as vLLM itself counts it, and for which head.
+
 Nothing is put into the response, and a request fails for nothing that happens here: what cannot be written is
 counted and logged.
 """
@@ -13,15 +15,20 @@ import os
 import threading
 import urllib.parse
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
-from .state import HEAD, TAP, remember_first_head
+from .state import HEAD, TAP, Drafting, remember_first_head
 from .tap import remember_slot_row
+
+try:
+    from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
+except ImportError:  # vLLM 0.26 counts for the whole server alone
+    RequestSpecDecodeMetrics = None
 
 logger = init_logger("vllm.draftsmith.connector")
 FORMAT = "draftsmith-states-1"
@@ -35,11 +42,14 @@ class FinishedRequest:
     token_ids: list[int]  # prompt and all output ids; the last one was sampled but never computed
     prompt_tokens: int
     block_ids: list[int]
+    drafting: Drafting | None  # None: this vLLM does not count per request
 
 
 @dataclass
 class DraftsmithMetadata(KVConnectorMetadata):
-    finished: list[FinishedRequest] = field(default_factory=list)
+    begun: list[str]  # ids of the requests that this step begins, or begins again
+    finished: list[FinishedRequest]
+    ended: Drafting  # of all requests that ended since the last step, also of those that are not in `finished`
 
 
 def layer_ids(hf_config) -> list[int]:
@@ -113,16 +123,39 @@ class DraftsmithConnector(KVConnectorBase_V1):
         self._min_free_bytes = int(extra("min_free_bytes", 256 << 20))
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         # scheduler side
+        # with the flag --per-request-spec-decode-metrics vLLM counts by itself, and tells clients
+        self._ask_for_counts = (
+            RequestSpecDecodeMetrics is not None
+            and vllm_config.observability_config.per_request_spec_decode_metrics == "none"
+        )
         self._finished: list[FinishedRequest] = []
+        self._ended = Drafting()
         # worker side
         self._executor = ThreadPoolExecutor(int(extra("writer_threads", 2)), thread_name_prefix="draftsmith-states")
         self._lock = threading.Lock()  # guards TAP's counters and _pending_bytes against the writers
         self._pending_bytes = 0
         self._copies: dict[str, object] = {}  # request id to a CUDA event, None where the copy is done
+        self._swaps_at_begin: dict[str, int] = {}  # request id to HEAD.swaps when its first step ran
         self._copy_stream = None
         self._counting = False
 
     # scheduler side
+
+    def on_new_request(self, request):
+        """Has vLLM's scheduler count this request's drafts, where it feeds its own counters."""
+        if self._ask_for_counts:
+            request.spec_decode_metrics = RequestSpecDecodeMetrics.new(self._vllm_config.num_speculative_tokens)
+
+    def _take_drafting(self, request) -> Drafting | None:
+        counted = getattr(request, "spec_decode_metrics", None)
+        if counted is None:
+            return None
+        if self._ask_for_counts:
+            request.spec_decode_metrics = None  # or it would be put into the response
+        accepted = sum(tokens * drafts for tokens, drafts in enumerate(counted.histogram))
+        drafting = Drafting(sum(counted.histogram), counted.num_draft_tokens, accepted)
+        self._ended.add(drafting)
+        return drafting
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         return 0, False
@@ -131,19 +164,21 @@ class DraftsmithConnector(KVConnectorBase_V1):
         pass
 
     def build_connector_meta(self, scheduler_output):
-        metadata = DraftsmithMetadata(self._finished)
-        self._finished = []
+        begun = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+        metadata = DraftsmithMetadata(begun, self._finished, self._ended)
+        self._finished, self._ended = [], Drafting()
         return metadata
 
     def request_finished(self, request, block_ids):
         """True delays the freeing of the blocks until get_finished() has copied their states."""
+        drafting = self._take_drafting(request)
         if request.status in UNFINISHED or request.prompt_token_ids is None:
             return False, None
         token_ids = list(request.all_token_ids)
         if len(token_ids) < 2 or len(token_ids) - 1 > len(block_ids) * self._block_size:
             return False, None
         self._finished.append(
-            FinishedRequest(request.request_id, token_ids, request.num_prompt_tokens, list(block_ids))
+            FinishedRequest(request.request_id, token_ids, request.num_prompt_tokens, list(block_ids), drafting)
         )
         return True, None
 
@@ -195,7 +230,12 @@ class DraftsmithConnector(KVConnectorBase_V1):
         if TAP.buffer is None:
             return None, None
         if self.has_connector_metadata():
-            for finished in self._get_connector_metadata().finished:
+            metadata = self._get_connector_metadata()
+            TAP.ended.add(metadata.ended)
+            for request_id in metadata.begun:
+                # one that was preempted may begin again, and then keeps what it began with
+                self._swaps_at_begin.setdefault(request_id, HEAD.swaps)
+            for finished in metadata.finished:
                 self._copies[finished.request_id] = None
                 try:
                     self._export(finished)
@@ -203,6 +243,8 @@ class DraftsmithConnector(KVConnectorBase_V1):
                     logger.exception("states of %s were not exported", finished.request_id)
                     with self._lock:
                         TAP.failed += 1
+        for request_id in finished_req_ids:
+            self._swaps_at_begin.pop(request_id, None)
         # a request comes in the metadata of the step that also names it in finished_req_ids
         done = {request_id for request_id, copied in self._copies.items() if copied is None or copied.query()}
         for request_id in done:
@@ -242,7 +284,8 @@ class DraftsmithConnector(KVConnectorBase_V1):
         try:
             states, copied = self._gather(finished.block_ids, rows)
             self._copies[finished.request_id] = copied
-            self._executor.submit(self._write, finished, states, copied, size, HEAD.digest)
+            swapped = self._swaps_at_begin.get(finished.request_id) != HEAD.swaps
+            self._executor.submit(self._write, finished, states, copied, size, HEAD.digest, swapped)
         except BaseException:
             with self._lock:
                 self._pending_bytes -= size
@@ -266,7 +309,7 @@ class DraftsmithConnector(KVConnectorBase_V1):
             copied.record(self._copy_stream)
         return states.view(shape), copied
 
-    def _write(self, finished, states, copied, size, head_digest) -> None:
+    def _write(self, finished, states, copied, size, head_digest, swapped) -> None:
         try:
             if copied is not None:
                 copied.synchronize()
@@ -278,6 +321,9 @@ class DraftsmithConnector(KVConnectorBase_V1):
             }
             if head_digest is not None:
                 metadata["head_digest"] = head_digest
+                metadata["head_swapped"] = str(swapped).lower()  # while the request ran, or just after
+            if finished.drafting is not None:
+                metadata.update({name: str(count) for name, count in asdict(finished.drafting).items()})
             token_ids = torch.tensor(finished.token_ids, dtype=torch.int64)
             length = write_states(self._directory, states, token_ids, metadata)
         except Exception:

@@ -2,7 +2,21 @@
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class Drafting:
+    """What requests added to vLLM's counters vllm:spec_decode_num_{drafts,draft_tokens,accepted_tokens}_total."""
+
+    drafts: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def add(self, other: "Drafting") -> None:
+        self.drafts += other.drafts
+        self.drafted_tokens += other.drafted_tokens
+        self.accepted_tokens += other.accepted_tokens
 
 
 @dataclass
@@ -20,6 +34,7 @@ class Tap:
     dropped: int = 0  # requests not exported for lack of room (writers behind, or disk full)
     failed: int = 0
     bytes_written: int = 0
+    ended: Drafting = field(default_factory=Drafting)  # of all requests that ended, aborted ones too
 
     def complete(self) -> bool:
         return self.combined == self.scattered
@@ -27,6 +42,7 @@ class Tap:
     def counters(self) -> dict:
         names = ("combined", "scattered", "exported", "refused", "dropped", "failed", "bytes_written")
         counts = {name: getattr(self, name) for name in names}
+        counts["ended"] = asdict(self.ended)
         counts["enabled"] = self.buffer is not None
         counts["buffer_bytes"] = 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
         return counts
