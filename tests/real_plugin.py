@@ -1,4 +1,4 @@
-"""The plugin against a real vLLM: states, swaps, refusals, d2t. Started by hand (tests/real_plugin.py --help says how).
+"""The plugin against a real vLLM: states, drafting counts, swaps, refusals, d2t. Started by hand (tests/real_plugin.py --help says how).
 
 The server runs src/demo_env/serve.sh with DTYPE float32; PYTHON is that environment's, since it needs transformers.
 """
@@ -92,12 +92,36 @@ def check_file(path):
     return float(error.max()), ids.tolist(), meta
 
 
-def accepted():
+def counted():
+    """vLLM's counters: drafts, drafted tokens, accepted tokens."""
     names = {}
     for line in call("/metrics")[1].splitlines():
         if line.startswith("vllm:spec_decode_num_") and "_total{" in line and "per_pos" not in line:
-            names[line.split("{")[0].removeprefix("vllm:spec_decode_num_")] = float(line.rsplit(" ", 1)[1])
-    return names["accepted_tokens_total"], names["draft_tokens_total"]
+            names[line.split("{")[0].removeprefix("vllm:spec_decode_num_")] = int(float(line.rsplit(" ", 1)[1]))
+    return [names[name] for name in ("drafts_total", "draft_tokens_total", "accepted_tokens_total")]
+
+
+COUNTS = ("drafts", "drafted_tokens", "accepted_tokens")
+
+
+def exported_counts(paths):
+    """The same, summed over files."""
+    sums = [0, 0, 0]
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            meta = file.metadata()
+        sums = [total + int(meta[name]) for total, name in zip(sums, COUNTS)]
+    return sums
+
+
+def ended_counts():
+    """The same of all requests that ended, aborted ones too."""
+    ended = status()["tap"]["ended"]
+    return [ended[name] for name in COUNTS]
+
+
+def difference(after, before):
+    return [later - earlier for later, earlier in zip(after, before)]
 
 
 def swap(path, **more):
@@ -129,7 +153,7 @@ assert first["digest"] == digest(os.path.join(options.head, "model.safetensors")
 
 # states: generated tokens with rejected drafts, a prefix hit, n = 2, several at once
 text = "The history of the city begins with a small harbour. " * 40
-before = accepted()
+before = counted()
 answers = [complete(text, 40), complete(text, 40), complete(text + " Later", 30)]
 for answer in answers:
     [path] = exported(answer["id"])
@@ -137,15 +161,33 @@ for answer in answers:
     choice = answer["choices"][0]
     assert ids == choice["prompt_token_ids"] + choice["token_ids"], "prompt and all output ids"
     assert int(meta["prompt_tokens"]) == len(choice["prompt_token_ids"])
-    assert meta["head_digest"] == first["digest"] and answer.get("kv_transfer_params") is None
+    assert meta["head_digest"] == first["digest"] and meta["head_swapped"] == "false"
+    assert answer.get("kv_transfer_params") is None and answer.get("metrics") is None
     print("states", len(ids), "tokens, largest relative error", error)
-after = accepted()
-print("drafted", after[1] - before[1], "accepted", after[0] - before[0])
+drafting = difference(counted(), before)
+assert drafting == exported_counts(exported(answer["id"])[0] for answer in answers)
+print("drafts, drafted, accepted", drafting)
 hits = [line for line in call("/metrics")[1].splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
 print(hits)
+before = counted()
 two = complete("Once upon a time", 24, n=2, temperature=0.9, seed=1)
 for path in exported(two["id"], 2):
     print("n=2", check_file(path)[0])
+assert difference(counted(), before) == exported_counts(exported(two["id"], 2))
+
+# cut at the token limit, ended by a token, and drafts that a grammar trims
+before = counted()
+short = [complete("Count: one, two,", tokens) for tokens in (1, 2, 3, 4, 5)]
+assert exported_counts(exported(short[0]["id"])) == [0, 0, 0]
+tenth = answers[0]["choices"][0]["token_ids"][9]
+short.append(complete(text, 40, stop_token_ids=[tenth], ignore_eos=False))
+assert len(short[-1]["choices"][0]["token_ids"]) <= 10
+schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+          "required": ["name", "age"], "additionalProperties": False}
+short.append(complete("A person as JSON: ", 60, structured_outputs={"json": schema}, ignore_eos=False))
+drafting = difference(counted(), before)
+assert drafting == exported_counts(exported(answer["id"])[0] for answer in short)
+print("short answers: drafts, drafted, accepted", drafting)
 results = []
 threads = [threading.Thread(target=lambda i=i: results.append(complete(f"Story number {i}: " + "once " * i * 9, 32)))
            for i in range(6)]
@@ -162,7 +204,10 @@ with urllib.request.urlopen(request) as answer:
 deadline = time.monotonic() + 20
 while "num_requests_running{engine=\"0\",model_name=\"smollm2\"} 0.0" not in call("/metrics")[1]:
     assert time.monotonic() < deadline
-complete("One more", 4)
+before = counted()
+last = complete("One more", 4)
+assert difference(counted(), before) == exported_counts(exported(last["id"])), "the aborted one ended before"
+assert ended_counts() == counted(), "aborted requests too"
 assert not [name for name in os.listdir(options.transfer) if "left-early" in name]
 print("aborted request: no file")
 
@@ -215,7 +260,9 @@ thread.join()
 assert stream["choices"][0]["text"] == quiet, "text is the same over swaps"
 now = status()
 assert now["digest"] == digest(second) and now["swaps"] == 3
-print("states over swaps", check_file(exported(stream["id"])[0])[0])
+error, _, meta = check_file(exported(stream["id"])[0])
+assert meta["head_swapped"] == "true"
+print("states over swaps", error)
 print("after swaps", now)
 
 # d2t: with a zero lm_head all logits tie and the head drafts the lowest target id, which d2t alone decides
@@ -233,13 +280,13 @@ never = next(token for token in range(5000, 9000) if token not in produced)
 for token in (common, never, common):
     assert swap(always(token)) is None
     call("/reset_prefix_cache", {})
-    before = accepted()
+    before = counted()
     answer = complete("Count: one, two, three, four,", 100)
     again = answer["choices"][0]["token_ids"]
-    after = accepted()
+    _, drafted, accepted = difference(counted(), before)
     assert again == produced
-    print("d2t", token, "occurs", produced.count(token), "accepted", after[0] - before[0], "of", after[1] - before[1])
-    assert (after[0] > before[0]) == (token == common)
+    print("d2t", token, "occurs", produced.count(token), "accepted", accepted, "of", drafted)
+    assert (accepted > 0) == (token == common)
     print("states with drafts accepted and rejected", check_file(exported(answer["id"])[0])[0])
 
 # the head that it began with, again
@@ -247,6 +294,7 @@ assert swap(os.path.join(options.head, "model.safetensors")) is None
 final = status()
 assert final["digest"] == first["digest"]
 tap = final["tap"]
+assert ended_counts() == counted()
 assert tap["combined"] == tap["scattered"] and not tap["failed"] and not tap["refused"] and not tap["dropped"]
 print("end", final)
 assert not [name for name in os.listdir(options.transfer) if name.startswith(".")]
