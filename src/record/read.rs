@@ -423,3 +423,22 @@ fn verify_file(data: &DataDir, path: &Path, rows: &mut u64) -> Result<(), Record
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::columns::to_batch;
+    use crate::record::row::tests::full_record;
+
+    #[test]
+    fn rows_of_schema_version_1_have_no_drafts() {
+        let batch = to_batch(&[full_record("a")]).unwrap();
+        let path = Path::new("a.parquet");
+        assert_eq!(parse(path, &batch).unwrap()[0].drafts, Some(2));
+        let names = batch.schema();
+        let kept: Vec<usize> =
+            (0..names.fields().len()).filter(|index| names.field(*index).name() != "drafts").collect();
+        let older = parse(path, &batch.project(&kept).unwrap()).unwrap();
+        assert_eq!((older[0].drafts, older[0].accepted_tokens), (None, Some(4)));
+    }
+}
