@@ -1,12 +1,13 @@
-//! `draftsmith records stats`
+//! `draftsmith records stats|verify`
 
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::ConfigFlags;
-use crate::record;
+use super::{ConfigFlags, PARTLY_DONE};
+use crate::config::Config;
+use crate::record::{self, FileCheck};
 use crate::store::DataDir;
 
 #[derive(Debug, Args)]
@@ -25,37 +26,78 @@ enum Action {
         #[arg(long)]
         json: bool,
     },
+    /// Read every file and say what is torn, foreign or there twice; exit 3 if anything is
+    Verify {
+        #[command(flatten)]
+        config: ConfigFlags,
+        /// Print the report as JSON
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 impl RecordsCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let Action::Stats { config, json } = self.action;
-        let config = config.load()?;
-        let days = record::stats(&DataDir::new(&config.data.directory))?;
-        let total: u64 = days.iter().map(|day| day.rows).sum();
-        if json {
-            let mut groups = Vec::new();
-            for day in &days {
-                groups.push(json!({
+        match self.action {
+            Action::Stats { config, json } => stats(&config.load()?, json),
+            Action::Verify { config, json } => verify(&config.load()?, json),
+        }
+    }
+}
+
+fn stats(config: &Config, json: bool) -> anyhow::Result<ExitCode> {
+    let days = record::stats(&DataDir::new(&config.data.directory))?;
+    let total: u64 = days.iter().map(|day| day.rows).sum();
+    if json {
+        let mut groups = Vec::new();
+        for day in &days {
+            groups.push(json!({
                     "day": day.day, "status": day.status.as_str(), "rows": day.rows, "rows_with_ids": day.rows_with_ids,
                     "prompt_tokens": day.prompt_tokens, "completion_tokens": day.completion_tokens,
                 }));
-            }
-            println!("{}", json!({ "rows": total, "groups": groups }));
-            return Ok(ExitCode::SUCCESS);
         }
-        println!("{:<12} {:<15} {:>10} {:>10} {:>16}", "day", "status", "rows", "with ids", "output tokens");
-        for day in &days {
-            println!(
-                "{:<12} {:<15} {:>10} {:>10} {:>16}",
-                day.day,
-                day.status.as_str(),
-                day.rows,
-                day.rows_with_ids,
-                day.completion_tokens
-            );
-        }
-        println!("{total} rows");
-        Ok(ExitCode::SUCCESS)
+        println!("{}", json!({ "rows": total, "groups": groups }));
+        return Ok(ExitCode::SUCCESS);
     }
+    println!("{:<12} {:<15} {:>10} {:>10} {:>16}", "day", "status", "rows", "with ids", "output tokens");
+    for day in &days {
+        println!(
+            "{:<12} {:<15} {:>10} {:>10} {:>16}",
+            day.day,
+            day.status.as_str(),
+            day.rows,
+            day.rows_with_ids,
+            day.completion_tokens
+        );
+    }
+    println!("{total} rows");
+    Ok(ExitCode::SUCCESS)
+}
+fn verify(config: &Config, json: bool) -> anyhow::Result<ExitCode> {
+    let checks = record::verify(&DataDir::new(&config.data.directory))?;
+    let rows: u64 = checks.iter().map(|check| check.rows).sum();
+    let duplicates: u64 = checks.iter().map(|check| check.duplicates).sum();
+    let bad: Vec<&FileCheck> = checks.iter().filter(|check| !check.is_sound()).collect();
+    let unreadable = bad.iter().filter(|check| check.error.is_some()).count();
+    if json {
+        let report = json!({
+            "files": checks.len(), "rows": rows, "unreadable_files": unreadable, "duplicate_rows": duplicates,
+            "bad_files": bad,
+        });
+        println!("{report:#}");
+    } else {
+        for check in &bad {
+            if let Some(error) = &check.error {
+                println!("{error}");
+            }
+            if check.duplicates > 0 {
+                println!("{}: {} rows are there twice", check.path.display(), check.duplicates);
+            }
+        }
+        println!(
+            "{} files, {rows} rows; {unreadable} files torn, unreadable or foreign, {duplicates} duplicate rows",
+            checks.len()
+        );
+    }
+    Ok(if bad.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(PARTLY_DONE) })
 }
