@@ -44,6 +44,8 @@ struct Lab {
     keep: tempfile::TempDir,
     store: StateStore,
     appended: u64,
+    /// [VOCAB, HIDDEN], the output head as well.
+    embedding: Vec<f32>,
 }
 
 impl Lab {
@@ -59,11 +61,12 @@ impl Lab {
         });
         fs::write(verifier.join("config.json"), config.to_string()).unwrap();
         let mut random = Random(1);
-        let (embedding, norm) = (bytes(&random.floats(VOCAB * HIDDEN)), bytes(&[1.0; HIDDEN]));
+        let embedding = random.floats(VOCAB * HIDDEN);
+        let (embedding_bytes, norm) = (bytes(&embedding), bytes(&[1.0; HIDDEN]));
         let views = [
             (
                 "model.embed_tokens.weight",
-                TensorView::new(Dtype::F32, vec![VOCAB, HIDDEN], &embedding).unwrap(),
+                TensorView::new(Dtype::F32, vec![VOCAB, HIDDEN], &embedding_bytes).unwrap(),
             ),
             ("model.norm.weight", TensorView::new(Dtype::F32, vec![HIDDEN], &norm).unwrap()),
         ];
@@ -74,7 +77,7 @@ impl Lab {
         );
         fs::write(keep.path().join("draftsmith.toml"), text).unwrap();
         let store = StateStore::open(&data.join("states"), StoreOptions::default()).unwrap();
-        Self { keep, store, appended: 0 }
+        Self { keep, store, appended: 0, embedding }
     }
 
     fn data(&self) -> PathBuf {
@@ -104,7 +107,13 @@ impl Lab {
             // A short cycle of tokens, which a head can learn.
             let start = random.bits() % 5;
             let ids: Vec<u32> = (0..=rows as u64).map(|index| 3 + ((start + index) % 5) as u32).collect();
-            self.store.append(&header, &ids, &bytes(&random.floats(rows * 4 * HIDDEN))).unwrap();
+            let mut states = random.floats(rows * 4 * HIDDEN);
+            // The last layer says which token comes next.
+            for (row, next) in ids[1..].iter().enumerate() {
+                let says = &self.embedding[*next as usize * HIDDEN..][..HIDDEN];
+                states[(row * 4 + 3) * HIDDEN..][..HIDDEN].copy_from_slice(says);
+            }
+            self.store.append(&header, &ids, &bytes(&states)).unwrap();
         }
         self.store.sync().unwrap();
     }
@@ -172,12 +181,12 @@ fn signal(child: &Child, name: &str) {
     assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
 }
 
-const STEPS: &str = "12000";
+const STEPS: &str = "4000";
 
 #[test]
 fn a_run_that_was_killed_and_stopped_ends_like_one_that_was_not() {
     // A learning rate that no short decimal is, so that the options must come back to the bit.
-    let mut lab = Lab::new("learning_rate = 0.0033333333333333335\ncheckpoint_every = 700");
+    let mut lab = Lab::new("learning_rate = 0.0033333333333333335\ncheckpoint_every = 300");
     lab.append(12, false);
     lab.append(3, true);
     let arguments = ["train", "--head", "scratch", "--draft-vocab", "20", "--steps", STEPS, "--json"];
