@@ -144,7 +144,7 @@ pub(super) fn begin(
     let plan = Plan::new(parent, &verifier.identity, options, [training.names(), held_out.names()]);
     let directory = RunDirectory::create(data, plan, &head, optimizer)?;
     let run = Run { directory, head, training, held_out };
-    run.to_the_end(config, data, verifier, wake, told)
+    run.finish(config, data, verifier, wake, told)
 }
 
 /// Goes on with an unfinished run, `name` or the newest: the same steps, to the bit, as if it had not been interrupted.
@@ -179,7 +179,7 @@ pub fn resume(
             "samples of this run were evicted from the store; it goes on without them"
         );
     }
-    Run { directory, head, training, held_out }.to_the_end(config, &data, &verifier, wake, told)
+    Run { directory, head, training, held_out }.finish(config, &data, &verifier, wake, told)
 }
 
 struct Run {
@@ -190,7 +190,7 @@ struct Run {
 }
 
 impl Run {
-    fn to_the_end(
+    fn finish(
         self,
         config: &Config,
         data: &DataDir,
