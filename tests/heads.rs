@@ -698,7 +698,14 @@ impl Shop {
             verifier: &self.verifier,
             origin: Origin::Trained,
             parent,
-            training: Some(TrainingSummary { steps: 10, tokens_seen: 1000, samples: 5, loss: 2.5 }),
+            training: Some(TrainingSummary {
+                steps: 10,
+                tokens_seen: 1000,
+                samples: 5,
+                loss: 2.5,
+                run: None,
+                newest_sample: None,
+            }),
             score: None,
             format: HeadFormat::Flat,
             dtype: HeadDtype::F32,
@@ -744,7 +751,7 @@ fn changed_weights_and_half_written_heads_are_noticed() {
         tensors.insert("norm.weight".into(), bf16_tensor(&[HIDDEN], 0.0));
     });
     assert!(matches!(shop.registry.load(&changed), Err(PromoteError::Digest { .. })));
-    assert!(matches!(shop.registry.promote(&changed), Err(PromoteError::Digest { .. })));
+    assert!(matches!(shop.registry.promote(&changed, "test"), Err(PromoteError::Digest { .. })));
     let heads = shop.root.join("data/heads");
     fs::create_dir(heads.join(".half.tmp")).unwrap();
     fs::create_dir(heads.join("strange")).unwrap();
@@ -795,11 +802,11 @@ fn promote_and_roll_back() {
     assert!(registry.live().unwrap().is_none());
     assert!(matches!(registry.roll_back(), Err(PromoteError::NothingLive)));
     let ids = [shop.add(1, None), shop.add(2, None), shop.add(3, None)];
-    registry.promote(&ids[0]).unwrap();
+    registry.promote(&ids[0], "test").unwrap();
     assert!(matches!(registry.roll_back(), Err(PromoteError::NoPrevious { .. })));
-    registry.promote(&ids[1]).unwrap();
-    registry.promote(&ids[1]).unwrap();
-    registry.promote(&ids[2]).unwrap();
+    registry.promote(&ids[1], "test").unwrap();
+    registry.promote(&ids[1], "test").unwrap();
+    registry.promote(&ids[2], "test").unwrap();
     let live = registry.live().unwrap().unwrap();
     let previous: Vec<&String> = live.previous.iter().map(|past| &past.id).collect();
     assert_eq!((live.id, previous), (ids[2].clone(), vec![&ids[1], &ids[0]]));
@@ -816,8 +823,8 @@ fn promote_and_roll_back() {
 fn damaged_fallback_leaves_the_pointer_alone() {
     let shop = shop();
     let ids = [shop.add(1, None), shop.add(2, None)];
-    shop.registry.promote(&ids[0]).unwrap();
-    shop.registry.promote(&ids[1]).unwrap();
+    shop.registry.promote(&ids[0], "test").unwrap();
+    shop.registry.promote(&ids[1], "test").unwrap();
     fs::remove_file(shop.registry.path(&ids[0]).join("model.safetensors")).unwrap();
     assert!(shop.registry.roll_back().is_err());
     assert_eq!(shop.registry.live().unwrap().unwrap().id, ids[1]);
@@ -838,8 +845,8 @@ fn names_resolve_and_cannot_escape() {
 fn pruning_keeps_what_a_roll_back_needs() {
     let shop = shop();
     let ids: Vec<String> = (0..5).map(|seed| shop.add(seed, None)).collect();
-    shop.registry.promote(&ids[0]).unwrap();
-    shop.registry.promote(&ids[2]).unwrap();
+    shop.registry.promote(&ids[0], "test").unwrap();
+    shop.registry.promote(&ids[2], "test").unwrap();
     let mut removed = shop.registry.prune(1).unwrap();
     removed.sort();
     let mut expected = vec![ids[1].clone(), ids[3].clone()];
@@ -864,7 +871,7 @@ fn promotions_at_once_lose_none() {
     let ids: Vec<String> = (0..6).map(|seed| shop.add(seed, None)).collect();
     std::thread::scope(|scope| {
         for id in &ids {
-            scope.spawn(|| shop.registry.promote(id).unwrap());
+            scope.spawn(|| shop.registry.promote(id, "test").unwrap());
         }
     });
     let live = shop.registry.live().unwrap().unwrap();

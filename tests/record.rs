@@ -312,7 +312,13 @@ fn unreadable_file_is_named_and_the_others_are_read() {
     assert!(errors[1].unwrap().contains("misplaced.parquet"), "{errors:?}");
     assert_eq!(errors[2], None);
     assert_eq!((checks.len(), checks[2].rows, &checks[2].path), (3, 1, &good));
+    assert!(checks[2].is_sound() && !checks[1].is_sound());
     fs::remove_file(&misplaced).unwrap();
+    let copy = good.with_file_name("zz.parquet");
+    fs::copy(&good, &copy).unwrap();
+    let checks = verify(&data).unwrap();
+    assert_eq!((checks[1].duplicates, checks[2].duplicates, checks[2].is_sound()), (0, 1, false));
+    fs::remove_file(&copy).unwrap();
 
     let read: Vec<Result<Row, RecordError>> = rows(&data).unwrap().collect();
     assert_eq!(read.len(), 2);

@@ -1,4 +1,4 @@
-//! `draftsmith heads init|list|show|import|export`
+//! `draftsmith heads init|list|show|import|export|promote|rollback`
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -7,13 +7,14 @@ use anyhow::Context;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
-use super::ConfigFlags;
+use super::{ConfigFlags, swap};
 use crate::config::Config;
 use crate::head::{
-    FreshOptions, HeadDtype, HeadFormat, OutputHead, VerifierIdentity, VerifierShape, VerifierTensors,
-    WriteOptions, draft_vocabulary, fresh_head,
+    FreshOptions, HeadDtype, HeadFormat, OutputHead, VerifierShape, VerifierTensors, WriteOptions,
+    draft_vocabulary, fresh_head,
 };
-use crate::promote::Registry;
+use crate::learn::{self, Comparison, Verifier};
+use crate::promote::{Registry, Verdict};
 use crate::record;
 use crate::store::DataDir;
 
@@ -82,6 +83,33 @@ enum Action {
         #[command(flatten)]
         config: ConfigFlags,
     },
+    /// Make a candidate the live head, if it beats the live one on the held-out conversations; exit 1 if it does not
+    Promote {
+        /// A head's id or the beginning of one
+        head: String,
+        /// Promote it whatever the gate says; heads/live.json keeps that
+        #[arg(long)]
+        force: bool,
+        /// Leave vLLM alone: the head is marked live for its next start
+        #[arg(long)]
+        no_swap: bool,
+        #[command(flatten)]
+        config: ConfigFlags,
+        /// Print the report as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Make the head before the live one live again
+    Rollback {
+        /// Leave vLLM alone: the head is marked live for its next start
+        #[arg(long)]
+        no_swap: bool,
+        #[command(flatten)]
+        config: ConfigFlags,
+        /// Print the report as JSON
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 #[derive(Clone, Copy, Debug, clap::ValueEnum)]
@@ -128,12 +156,7 @@ impl HeadsCommand {
             }
             Action::Import { from, config } => {
                 let settings = config.load()?;
-                let directory = settings.verifier.directory.clone().context(
-                    "verifier.directory is not set; it is needed to check the head against its verifier",
-                )?;
-                let shape = VerifierShape::read(&directory)?;
-                let identity = VerifierIdentity::read(&directory, &name_of(&directory), &shape)?;
-                let tensors = VerifierTensors::read(&directory, &shape)?;
+                let Verifier { shape, tensors, identity } = Verifier::read(&settings)?;
                 let manifest = open(&settings)?.import(&from, &shape, &identity, Some(&tensors))?;
                 println!("{}", manifest.id);
             }
@@ -143,6 +166,10 @@ impl HeadsCommand {
                 registry.export(&id, &to, format.format(), HeadDtype::Bf16, true)?;
                 println!("{}", to.display());
             }
+            Action::Promote { head, force, no_swap, config, json } => {
+                return promote(&config.load()?, &head, force, no_swap, json);
+            }
+            Action::Rollback { no_swap, config, json } => roll_back(&config.load()?, no_swap, json)?,
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -152,9 +179,82 @@ fn open(config: &Config) -> anyhow::Result<Registry> {
     Ok(Registry::open(&DataDir::new(&config.data.directory))?)
 }
 
-/// A verifier without a name of its own is called by its directory.
-pub(super) fn name_of(directory: &Path) -> String {
-    directory.file_name().map_or_else(|| "verifier".to_owned(), |name| name.to_string_lossy().into_owned())
+/// The gate, then the swap, then the pointer: a crash in between leaves a head in vLLM that is not marked, never a marked
+/// one that vLLM does not run.
+fn promote(config: &Config, name: &str, force: bool, no_swap: bool, json: bool) -> anyhow::Result<ExitCode> {
+    let registry = open(config)?;
+    let id = registry.resolve(name)?;
+    if registry.live()?.is_some_and(|pointer| pointer.id == id) {
+        if json {
+            println!("{}", json!({ "head": id, "promoted": true, "reason": "it is live already" }));
+        } else {
+            println!("{id} is live already");
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let compared = learn::compare(config, &registry, &id);
+    let (comparison, reason) = match compared {
+        Ok(comparison) => {
+            let reason = comparison.decision.reason.clone();
+            (Some(comparison), reason)
+        }
+        Err(error) if force => (None, format!("it could not be compared: {error:#}")),
+        Err(error) => return Err(error),
+    };
+    if !json && let Some(comparison) = &comparison {
+        print_comparison(comparison);
+    }
+    let passed =
+        comparison.as_ref().is_some_and(|comparison| comparison.decision.verdict == Verdict::Promote);
+    if !passed && !force {
+        if json {
+            let report = json!({ "head": id, "promoted": false, "reason": reason, "comparison": comparison });
+            println!("{report:#}");
+        }
+        eprintln!(
+            "draftsmith: {id} stays a candidate: {reason}. Train it on more traffic, lower gate.min_gain, or give --force"
+        );
+        return Ok(ExitCode::FAILURE);
+    }
+    let grounds = if passed { format!("gate: {reason}") } else { format!("forced: {reason}") };
+    let swapped = if no_swap { None } else { Some(swap::swap_registered(config, &registry, &id)?) };
+    registry.promote(&id, &grounds)?;
+    if json {
+        let report = json!({
+            "head": id, "promoted": true, "forced": !passed, "reason": reason, "comparison": comparison,
+            "swap": swapped,
+        });
+        println!("{report:#}");
+        return Ok(ExitCode::SUCCESS);
+    }
+    match &swapped {
+        Some(swapped) => swap::print(swapped),
+        None => println!("{id} is marked live; vLLM was left alone"),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn print_comparison(comparison: &Comparison) {
+    let live = comparison.live.as_ref().map(|live| ("live", live));
+    for (what, scored) in live.into_iter().chain([("candidate", &comparison.candidate)]) {
+        println!("{what:<9}  {}  acceptance length {:.3}", scored.head, scored.score.acceptance_length);
+    }
+}
+
+fn roll_back(config: &Config, no_swap: bool, json: bool) -> anyhow::Result<()> {
+    let registry = open(config)?;
+    let id = registry.fallback()?.id;
+    let swapped = if no_swap { None } else { Some(swap::swap_registered(config, &registry, &id)?) };
+    let pointer = registry.roll_back()?;
+    if json {
+        println!("{:#}", json!({ "head": id, "rolled_back": pointer.rolled_back, "swap": swapped }));
+        return Ok(());
+    }
+    match &swapped {
+        Some(swapped) => swap::print(swapped),
+        None => println!("{id} is marked live; vLLM was left alone"),
+    }
+    Ok(())
 }
 
 fn init(

@@ -21,6 +21,8 @@ mod vllm;
 
 /// Exit code of wrong use, as clap itself uses it.
 const WRONG_USE: u8 = 2;
+/// Exit code of work that is done in part, or found something wrong in part of what it looked at.
+const PARTLY_DONE: u8 = 3;
 
 #[derive(Debug, Parser)]
 #[command(name = "draftsmith", version, about, max_term_width = 100)]
@@ -45,7 +47,7 @@ enum Command {
     Vllm(vllm::VllmCommand),
     /// The whole loop on a small real model, from nothing
     Demo(demo::DemoCommand),
-    /// Make, list, show, import and export draft heads
+    /// Make, list, show, import, export, promote and roll back draft heads
     Heads(heads::HeadsCommand),
     /// Look into the captured records
     Records(records::RecordsCommand),

@@ -1,21 +1,20 @@
 //! `draftsmith swap`
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 
-use anyhow::Context;
 use clap::Args;
-use serde_json::json;
 
 use super::ConfigFlags;
-use crate::head::{Fixed, Head, check_swap, file_digest};
-use crate::promote::Registry;
+use crate::config::Config;
+use crate::head::Head;
+use crate::promote::{Registry, Swapped, swap_in};
 use crate::store::DataDir;
 use crate::vllm::{Client, Timeouts};
 
 #[derive(Debug, Args)]
 pub struct SwapCommand {
-    /// A registered id (it becomes the live head), or a head's directory
+    /// A registered id (it becomes the live head, whatever the gate would say), or a head's directory
     head: String,
     #[command(flatten)]
     config: ConfigFlags,
@@ -29,40 +28,44 @@ impl SwapCommand {
         let config = self.config.load()?;
         let registry = Registry::open(&DataDir::new(&config.data.directory))?;
         let given = Path::new(&self.head);
-        let (directory, head, registered): (PathBuf, Head, Option<String>) = if given.is_dir() {
-            (given.canonicalize()?, Head::read(given, None)?, None)
+        let swapped = if given.is_dir() {
+            let head = Head::read(given, None)?;
+            swap(&config, &registry, &head, given, None)?
         } else {
             let id = registry.resolve(&self.head)?;
-            let head = registry.load(&id)?.0;
-            (registry.path(&id).canonicalize()?, head, Some(id))
+            let swapped = swap_registered(&config, &registry, &id)?;
+            registry.promote(&id, "swapped by hand, past the gate")?;
+            swapped
         };
-        if let Some(pointer) = registry.live()? {
-            let live = registry.load(&pointer.id)?.0;
-            check_swap(
-                Fixed { config: &live.config, draft_ids: &live.draft_ids },
-                Fixed { config: &head.config, draft_ids: &head.draft_ids },
-                true,
-            )?;
-        }
-        let file = directory.join("model.safetensors");
-        let digest = file_digest(&file).with_context(|| format!("head file {}", file.display()))?;
-        let label = registered.clone().unwrap_or_else(|| digest.chars().take(12).collect());
-        let client = Client::new(&config.proxy.upstream, Timeouts::default())?;
-        let report = super::runtime()?.block_on(client.swap(&file, &digest, &label))?;
-        if let Some(id) = &registered {
-            registry.promote(id)?;
-        }
-        let (update, total) = (report.update.as_secs_f64() * 1e3, report.total.as_secs_f64() * 1e3);
         if self.json {
-            println!(
-                "{}",
-                json!({ "label": label, "digest": digest, "update_ms": update, "total_ms": total })
-            );
+            println!("{}", serde_json::to_string_pretty(&swapped)?);
         } else {
-            println!(
-                "{label} is live; the engine stood still for at most {update:.0} ms, all calls took {total:.0} ms"
-            );
+            print(&swapped);
         }
         Ok(ExitCode::SUCCESS)
     }
+}
+
+/// Puts a registered head into the running vLLM.
+pub(super) fn swap_registered(config: &Config, registry: &Registry, id: &str) -> anyhow::Result<Swapped> {
+    let (head, _) = registry.load(id)?;
+    swap(config, registry, &head, &registry.path(id), Some(id))
+}
+
+fn swap(
+    config: &Config,
+    registry: &Registry,
+    head: &Head,
+    directory: &Path,
+    label: Option<&str>,
+) -> anyhow::Result<Swapped> {
+    let client = Client::new(&config.proxy.upstream, Timeouts::default())?;
+    Ok(super::runtime()?.block_on(swap_in(&client, registry, head, directory, label))?)
+}
+
+pub(super) fn print(swapped: &Swapped) {
+    println!(
+        "{} is live; the engine stood still for at most {:.0} ms, all calls took {:.0} ms",
+        swapped.label, swapped.update_ms, swapped.total_ms
+    );
 }

@@ -5,9 +5,12 @@ use std::process::ExitCode;
 
 use clap::Args;
 
-use super::ConfigFlags;
+use serde_json::json;
+
+use super::{ConfigFlags, PARTLY_DONE};
+use crate::config::Config;
 use crate::head::Head;
-use crate::learn::{self, Start};
+use crate::learn::{self, CurvePoint, Ended, Start, TrainReport, Wake};
 use crate::promote::Registry;
 use crate::store::DataDir;
 
@@ -27,6 +30,12 @@ pub struct TrainCommand {
     /// Passes over what was captured, over the file's train.passes
     #[arg(long)]
     passes: Option<usize>,
+    /// Go on with an interrupted run, exactly; without RUN with the newest one
+    #[arg(long, value_name = "RUN", conflicts_with_all = ["head", "draft_vocab", "steps", "passes", "follow"])]
+    resume: Option<Option<String>>,
+    /// Train on as samples arrive, one candidate a round, until SIGINT or SIGTERM
+    #[arg(long, conflicts_with = "steps")]
+    follow: bool,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -54,26 +63,79 @@ impl TrainCommand {
             name if Path::new(name).is_dir() => Start::Directory(PathBuf::from(name)),
             name => Start::Registered(name.to_owned()),
         };
-        let report = learn::train_candidate(&config, &start, self.steps, |point| {
-            eprintln!(
-                "step {:>6}  tokens seen {:>9}  loss {:>7.4}  held-out acceptance length {:.3}  {:.0} s",
-                point.step, point.tokens_seen, point.loss, point.acceptance_length, point.seconds
-            );
-        })?;
-        if self.json {
-            println!("{}", serde_json::to_string_pretty(&report)?);
-        } else {
-            println!(
-                "{}  {} steps on {} samples, {:.0} tokens/s, held-out acceptance length {:.3}",
-                report.head,
-                report.steps,
-                report.samples,
-                report.tokens_per_second,
-                report.score.acceptance_length
-            );
+        let wake = Wake::default();
+        // The runtime lives until the training is over: it listens for the signals.
+        let runtime = super::runtime()?;
+        let stop = wake.clone();
+        runtime.spawn(async move {
+            crate::sidecar::shutdown_signal().await;
+            stop.stop();
+        });
+        if self.follow {
+            return follow(&config, &start, &wake, self.json);
         }
-        Ok(ExitCode::SUCCESS)
+        let ended = match &self.resume {
+            Some(run) => learn::resume(&config, run.as_deref(), &wake, tell)?,
+            None => learn::train_candidate(&config, &start, self.steps, &wake, tell)?,
+        };
+        match ended {
+            Ended::Finished(report) => {
+                print(&report, self.json)?;
+                Ok(ExitCode::SUCCESS)
+            }
+            Ended::Stopped { run, step, steps } => {
+                if self.json {
+                    println!("{:#}", json!({ "run": run, "stopped_at_step": step, "steps": steps }));
+                }
+                tell_how_to_resume(&run, step, steps);
+                Ok(ExitCode::from(PARTLY_DONE))
+            }
+        }
     }
+}
+
+fn follow(config: &Config, start: &Start, wake: &Wake, json: bool) -> anyhow::Result<ExitCode> {
+    let mut failed_to_print = None;
+    let unfinished = learn::follow(config, start, wake, tell, |report| {
+        if let Err(error) = print(report, json) {
+            failed_to_print = Some(error);
+            wake.stop();
+        }
+    })?;
+    if let Some(error) = failed_to_print {
+        return Err(error);
+    }
+    if let Some(Ended::Stopped { run, step, steps }) = unfinished {
+        tell_how_to_resume(&run, step, steps);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn tell(point: &CurvePoint) {
+    eprintln!(
+        "step {:>6}  tokens seen {:>9}  loss {:>7.4}  held-out acceptance length {:.3}  {:.0} s",
+        point.step, point.tokens_seen, point.loss, point.acceptance_length, point.seconds
+    );
+}
+
+fn print(report: &TrainReport, json: bool) -> anyhow::Result<()> {
+    if json {
+        println!("{}", serde_json::to_string_pretty(report)?);
+    } else {
+        println!(
+            "{}  {} steps on {} samples, {:.0} tokens/s, held-out acceptance length {:.3}",
+            report.head,
+            report.steps,
+            report.samples,
+            report.tokens_per_second,
+            report.score.acceptance_length
+        );
+    }
+    Ok(())
+}
+
+fn tell_how_to_resume(run: &str, step: u64, steps: u64) {
+    eprintln!("stopped after step {step} of {steps}; go on with `draftsmith train --resume {run}`");
 }
 
 impl EvalCommand {

@@ -76,6 +76,13 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
     require(train.weight_decay >= 0.0, "train.weight_decay", &train.weight_decay, "must not be negative")?;
     positive("train.batch_documents", train.batch_documents as u64)?;
     positive("train.passes", train.passes as u64)?;
+    positive("train.follow_samples", train.follow_samples as u64)?;
+    require(
+        (0.0..1.0).contains(&train.rehearsal_share),
+        "train.rehearsal_share",
+        &train.rehearsal_share,
+        "choose from 0 up to, not including, 1",
+    )?;
     require(config.gate.min_gain >= 0.0, "gate.min_gain", &config.gate.min_gain, "must not be negative")
 }
 

@@ -150,6 +150,12 @@ pub struct TrainConfig {
     /// Passes over the captured samples when `--steps` is not given.
     pub passes: usize,
     pub seed: u64,
+    /// Steps between checkpoints of a run; a crash repeats at most so many. 0: only when a run is stopped or ends.
+    pub checkpoint_every: u64,
+    /// `train --follow` begins a round when so many new training samples have arrived.
+    pub follow_samples: usize,
+    /// The share of old samples in each round of `train --follow`, so that a head does not forget.
+    pub rehearsal_share: f64,
 }
 
 /// When a head goes live.
@@ -224,6 +230,9 @@ impl Default for TrainConfig {
             train_lm_head: true,
             passes: 4,
             seed: 0,
+            checkpoint_every: 100,
+            follow_samples: 64,
+            rehearsal_share: 0.5,
         }
     }
 }
@@ -348,6 +357,8 @@ mod tests {
             ("states.quota_bytes", "[states]\nquota_bytes = 1\n"),
             ("train.unroll_steps", "[train]\nunroll_steps = 0\n"),
             ("train.learning_rate", "[train]\nlearning_rate = -1.0\n"),
+            ("train.follow_samples", "[train]\nfollow_samples = 0\n"),
+            ("train.rehearsal_share", "[train]\nrehearsal_share = 1.0\n"),
             ("gate.min_gain", "[gate]\nmin_gain = -0.1\n"),
         ];
         for (key, text) in cases {

@@ -1,5 +1,6 @@
 //! One side of the split, as the trainer wants it.
 
+use std::collections::HashMap;
 use std::error::Error;
 
 use sha2::{Digest, Sha256};
@@ -18,43 +19,81 @@ pub enum Side {
     HeldOut,
 }
 
-/// The samples of one side, in a stable order.
+/// A sample's name for ever: request and choice.
+pub type SampleName = (String, u32);
+
+/// A fixed list of samples in a stable order. What the store evicts meanwhile keeps its place and loads as none.
 pub struct Samples {
-    reader: Reader,
-    /// Into the reader's index.
-    numbers: Vec<usize>,
+    names: Vec<SampleName>,
+    /// None: gone before this list was made.
+    entries: Vec<Option<SampleEntry>>,
     hidden: usize,
 }
 
 impl Samples {
+    /// All samples of one side, oldest first.
     pub fn open(data: &DataDir, side: Side, hidden: usize) -> Result<Self, StatesError> {
         let reader = Reader::open(&data.states())?;
-        let mut numbers: Vec<usize> = (0..reader.index().len())
-            .filter(|number| usable(&reader.index()[*number], side, hidden))
-            .collect();
-        let key = |number: &usize| {
-            let header = &reader.index()[*number].header;
+        let all = reader.index().iter().filter(|entry| usable(entry, side, hidden));
+        Ok(Self::from_entries(all.cloned().collect(), hidden))
+    }
+
+    /// The given samples, oldest first.
+    pub(super) fn from_entries(mut entries: Vec<SampleEntry>, hidden: usize) -> Self {
+        entries.sort_by_key(|entry| {
+            let header = &entry.header;
             (header.captured_at, header.request_id.clone(), header.choice_index)
-        };
-        numbers.sort_by_key(key);
-        Ok(Self { reader, numbers, hidden })
+        });
+        let names = entries.iter().map(name).collect();
+        Self { names, entries: entries.into_iter().map(Some).collect(), hidden }
+    }
+
+    /// The samples of these names, in this order.
+    pub(super) fn named(
+        data: &DataDir,
+        names: Vec<SampleName>,
+        side: Side,
+        hidden: usize,
+    ) -> Result<Self, StatesError> {
+        let reader = Reader::open(&data.states())?;
+        let all = reader.index().iter().filter(|entry| usable(entry, side, hidden));
+        let mut known: HashMap<SampleName, &SampleEntry> = all.map(|entry| (name(entry), entry)).collect();
+        let entries = names.iter().map(|name| known.remove(name).cloned()).collect();
+        Ok(Self { names, entries, hidden })
+    }
+
+    pub(super) fn names(&self) -> &[SampleName] {
+        &self.names
+    }
+
+    /// How many were gone when the list was made.
+    pub(super) fn gone(&self) -> usize {
+        self.entries.iter().filter(|entry| entry.is_none()).count()
+    }
+
+    /// When the newest was captured, in milliseconds since the Unix epoch.
+    pub(super) fn newest(&self) -> Option<i64> {
+        self.entries.iter().flatten().map(|entry| entry.header.captured_at).max()
     }
 
     /// Names this very set of samples; scores on different sets must not be compared.
     pub fn digest(&self) -> String {
         let mut hash = Sha256::new();
-        for number in &self.numbers {
-            let header = &self.reader.index()[*number].header;
-            hash.update(header.request_id.as_bytes());
+        for (request_id, choice_index) in &self.names {
+            hash.update(request_id.as_bytes());
             hash.update([0]);
-            hash.update(header.choice_index.to_le_bytes());
+            hash.update(choice_index.to_le_bytes());
         }
         format!("{:x}", hash.finalize())
     }
 }
 
+pub(super) fn name(entry: &SampleEntry) -> SampleName {
+    (entry.header.request_id.clone(), entry.header.choice_index)
+}
+
 /// A draft needs at least the first output token and one after it.
-fn usable(entry: &SampleEntry, side: Side, hidden: usize) -> bool {
+pub(super) fn usable(entry: &SampleEntry, side: Side, hidden: usize) -> bool {
     let header = &entry.header;
     header.held_out == (side == Side::HeldOut)
         && header.hidden == hidden
@@ -65,16 +104,21 @@ fn usable(entry: &SampleEntry, side: Side, hidden: usize) -> bool {
 
 impl SampleSource for Samples {
     fn len(&self) -> usize {
-        self.numbers.len()
+        self.entries.len()
     }
 
-    fn load(&self, index: usize) -> Result<OwnedSample, Box<dyn Error + Send + Sync>> {
-        let sample = self.reader.load(self.numbers[index])?;
+    fn load(&self, index: usize) -> Result<Option<OwnedSample>, Box<dyn Error + Send + Sync>> {
+        let Some(entry) = &self.entries[index] else { return Ok(None) };
+        let sample = match entry.load() {
+            Ok(sample) => sample,
+            Err(StatesError::Evicted { .. }) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
         debug_assert_eq!(sample.states.len(), sample.header.rows * LAYERS * self.hidden);
-        Ok(OwnedSample {
+        Ok(Some(OwnedSample {
             token_ids: sample.token_ids,
             prompt_length: sample.header.prompt_length,
             states: sample.states,
-        })
+        }))
     }
 }

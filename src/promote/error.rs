@@ -3,7 +3,8 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::head::HeadError;
+use crate::head::{HeadError, Incompatible};
+use crate::vllm::ClientError;
 
 #[derive(Debug, thiserror::Error)]
 pub enum PromoteError {
@@ -13,6 +14,10 @@ pub enum PromoteError {
     Json { path: PathBuf, source: serde_json::Error },
     #[error(transparent)]
     Head(#[from] HeadError),
+    #[error(transparent)]
+    Incompatible(#[from] Incompatible),
+    #[error(transparent)]
+    Vllm(#[from] ClientError),
     #[error("no head `{id}` in {}; `draftsmith heads list` names those there", directory.display())]
     NoSuchHead { id: String, directory: PathBuf },
     #[error("`{prefix}` begins the ids of {count} heads; give more of the id")]
@@ -27,7 +32,9 @@ pub enum PromoteError {
     Schema { path: PathBuf, found: u32, expected: u32 },
     #[error("{} exists; give a directory that is not there yet", path.display())]
     Exists { path: PathBuf },
-    #[error("no head is live; promote one first")]
+    #[error(
+        "no head is live; train one with `draftsmith train --head scratch`, then `draftsmith heads promote ID`"
+    )]
     NothingLive,
     #[error("nothing to roll back to: `{id}` is the first head that was promoted")]
     NoPrevious { id: String },

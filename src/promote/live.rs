@@ -13,6 +13,9 @@ pub struct LivePointer {
     pub digest: String,
     /// RFC 3339, UTC.
     pub promoted_at: String,
+    /// Why it went live, for people: the gate's figures, or that the gate was passed by.
+    #[serde(default)]
+    pub grounds: String,
     /// The last good heads, newest first.
     pub previous: Vec<PastHead>,
     /// The head that a roll-back took out, if the last change was one.
@@ -26,6 +29,8 @@ pub struct PastHead {
     pub id: String,
     pub digest: String,
     pub promoted_at: String,
+    #[serde(default)]
+    pub grounds: String,
 }
 
 impl LivePointer {
@@ -40,7 +45,14 @@ impl LivePointer {
         // Promoting a head again must not make it its own fallback.
         previous.retain(|past| past.id != new.id);
         previous.truncate(REMEMBERED);
-        Self { id: new.id, digest: new.digest, promoted_at: new.promoted_at, previous, rolled_back: None }
+        Self {
+            id: new.id,
+            digest: new.digest,
+            promoted_at: new.promoted_at,
+            grounds: new.grounds,
+            previous,
+            rolled_back: None,
+        }
     }
 
     /// The pointer after a roll-back, or none where no earlier head is known. The head taken out is not a fallback.
@@ -54,12 +66,18 @@ impl LivePointer {
             id: back.id,
             digest: back.digest,
             promoted_at: now,
+            grounds: format!("rolled back from {}", taken_out.id),
             previous: self.previous,
             rolled_back: Some(taken_out),
         })
     }
 
     fn as_past(&self) -> PastHead {
-        PastHead { id: self.id.clone(), digest: self.digest.clone(), promoted_at: self.promoted_at.clone() }
+        PastHead {
+            id: self.id.clone(),
+            digest: self.digest.clone(),
+            promoted_at: self.promoted_at.clone(),
+            grounds: self.grounds.clone(),
+        }
     }
 }

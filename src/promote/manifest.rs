@@ -48,6 +48,12 @@ pub struct TrainingSummary {
     pub steps: u64,
     pub tokens_seen: u64,
     pub samples: u64,
-    /// The last steps' mean.
+    /// Of the last step.
     pub loss: f64,
+    /// The run's directory under `data/runs/`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub run: Option<String>,
+    /// When the newest of its samples was captured, in milliseconds since the Unix epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub newest_sample: Option<i64>,
 }

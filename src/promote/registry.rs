@@ -13,7 +13,7 @@ use crate::head::{
     Head, HeadDtype, HeadFormat, VerifierIdentity, VerifierReference, VerifierShape, VerifierTensors,
     WriteOptions, file_digest, vocabulary_digest,
 };
-use crate::store::{DataDir, publish, rename_durably};
+use crate::store::{DataDir, new_id, publish, rename_durably};
 
 /// Tokens drafted when vLLM is started from an exported speculators head alone.
 const SPECULATIVE_TOKENS: usize = 3;
@@ -278,8 +278,9 @@ impl Registry {
     }
 
     /// Makes a head the live one, after checking that it is whole. The pointer alone: the caller has already put the
-    /// head into vLLM. Promoting the live head again changes nothing.
-    pub fn promote(&self, id: &str) -> Result<LivePointer, PromoteError> {
+    /// head into vLLM (see [`super::swap_in`]). `grounds` says for people why it went live: the gate's reason, or that it
+    /// was passed by. Promoting the live head again changes nothing.
+    pub fn promote(&self, id: &str, grounds: &str) -> Result<LivePointer, PromoteError> {
         let (_, manifest) = self.load(id)?;
         let _lock = self.lock()?;
         let old = self.live()?;
@@ -292,6 +293,7 @@ impl Registry {
             id: manifest.id,
             digest: manifest.model_digest,
             promoted_at: Timestamp::now().to_string(),
+            grounds: grounds.to_owned(),
         };
         let pointer = LivePointer::promoted(old, new);
         write_json(&self.live_path(), &pointer)?;
@@ -363,12 +365,6 @@ impl Registry {
     fn no_such(&self, id: &str) -> PromoteError {
         PromoteError::NoSuchHead { id: id.to_owned(), directory: self.directory.clone() }
     }
-}
-
-/// Sorts by time, reads as one, and differs between machines: `20261129-173000-5f3a09c2`.
-fn new_id(now: Timestamp) -> String {
-    let random = uuid::Uuid::now_v7().simple().to_string();
-    format!("{}-{}", now.strftime("%Y%m%d-%H%M%S"), &random[24..])
 }
 
 /// An id is also a directory name: nothing that could lead elsewhere.

@@ -1,6 +1,6 @@
 //! Reading `records/` back: the columns that training and the commands need.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
@@ -388,21 +388,32 @@ pub struct FileCheck {
     pub path: PathBuf,
     /// Rows read before the error, if there is one.
     pub rows: u64,
+    /// Rows that this file, or one before it, has already.
+    pub duplicates: u64,
     pub error: Option<String>,
 }
 
-/// Reads every column of every file, and checks the schema, the version and that each row is in its hour.
+impl FileCheck {
+    pub fn is_sound(&self) -> bool {
+        self.error.is_none() && self.duplicates == 0
+    }
+}
+
+/// Reads every column of every file, and checks the schema, the version, that each row is in its hour, and that none is
+/// there twice.
 pub fn verify(data: &DataDir) -> Result<Vec<FileCheck>, RecordError> {
     let mut checks = Vec::new();
+    let mut seen = HashSet::new();
     for path in files(data)? {
-        let mut rows = 0;
-        let error = verify_file(data, &path, &mut rows).err().map(|error| error.to_string());
-        checks.push(FileCheck { path, rows, error });
+        let mut check = FileCheck { path, rows: 0, duplicates: 0, error: None };
+        check.error = verify_file(data, &mut check, &mut seen).err().map(|error| error.to_string());
+        checks.push(check);
     }
     Ok(checks)
 }
 
-fn verify_file(data: &DataDir, path: &Path, rows: &mut u64) -> Result<(), RecordError> {
+fn verify_file(data: &DataDir, check: &mut FileCheck, seen: &mut HashSet<String>) -> Result<(), RecordError> {
+    let path = check.path.as_path();
     let file = File::open(path).map_err(RecordError::disk("open", path))?;
     let builder =
         ParquetRecordBatchReaderBuilder::try_new(file).map_err(RecordError::parquet("read", path))?;
@@ -418,7 +429,8 @@ fn verify_file(data: &DataDir, path: &Path, rows: &mut u64) -> Result<(), Record
             if path.parent() != Some(hour.as_path()) {
                 return Err(foreign(format!("row {} belongs in {}", row.record_id, hour.display())));
             }
-            *rows += 1;
+            check.rows += 1;
+            check.duplicates += u64::from(!seen.insert(row.record_id));
         }
     }
     Ok(())

@@ -97,7 +97,7 @@ async fn bind(key: &str, address: std::net::SocketAddr) -> anyhow::Result<TcpLis
 }
 
 /// Resolves at SIGTERM or SIGINT.
-async fn shutdown_signal() {
+pub(crate) async fn shutdown_signal() {
     use tokio::signal::unix::{SignalKind, signal};
     let (Ok(mut terminate), Ok(mut interrupt)) =
         (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))

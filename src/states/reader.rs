@@ -131,7 +131,7 @@ impl Reader {
     pub fn load(&self, index: usize) -> Result<Sample, StatesError> {
         let entry =
             self.index.get(index).ok_or(StatesError::NoSuchSample { index, len: self.index.len() })?;
-        load_entry(entry)
+        entry.load()
     }
 
     /// Reads everything once and says what is damaged.
@@ -172,31 +172,38 @@ impl Reader {
     }
 }
 
-/// Loads a sample of an index; may be called from any thread.
-pub(crate) fn load_entry(entry: &SampleEntry) -> Result<Sample, StatesError> {
-    let path = &entry.shard;
-    let Some((file, _)) = open_shard(path)? else {
-        return Err(StatesError::Evicted { path: path.to_path_buf() });
-    };
-    let damaged =
-        |reason: String| StatesError::Damaged { path: path.to_path_buf(), offset: entry.offset, reason };
-    let frame: Frame = match shard::frame_at(&file, path, entry.offset)? {
-        Found::Frame(frame) => *frame,
-        Found::End => return Err(damaged("the file was cut before the sample".to_string())),
-        Found::Torn(reason) => return Err(damaged(reason)),
-    };
-    if frame.header_crc != entry.header_crc || frame.header != entry.header {
-        return Err(damaged("another sample stands here now; refresh the reader".to_string()));
-    }
-    let payload = shard::read_payload(&file, path, &frame)?;
-    let (ids, states) = payload.split_at(4 * (frame.header.rows + 1));
-    let states = match frame.header.dtype {
-        StateDtype::F32 => states.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect(),
-        StateDtype::Bf16 => {
-            states.as_chunks::<2>().0.iter().map(|value| half::bf16::from_le_bytes(*value).to_f32()).collect()
+impl SampleEntry {
+    /// Loads the sample, its checksum verified; may be called from any thread, and without the reader.
+    pub fn load(&self) -> Result<Sample, StatesError> {
+        let path = &self.shard;
+        let Some((file, _)) = open_shard(path)? else {
+            return Err(StatesError::Evicted { path: path.to_path_buf() });
+        };
+        let damaged =
+            |reason: String| StatesError::Damaged { path: path.to_path_buf(), offset: self.offset, reason };
+        let frame: Frame = match shard::frame_at(&file, path, self.offset)? {
+            Found::Frame(frame) => *frame,
+            Found::End => return Err(damaged("the file was cut before the sample".to_string())),
+            Found::Torn(reason) => return Err(damaged(reason)),
+        };
+        if frame.header_crc != self.header_crc || frame.header != self.header {
+            return Err(damaged("another sample stands here now; refresh the reader".to_string()));
         }
-    };
-    Ok(Sample { token_ids: decode_ids(ids), states, header: frame.header })
+        let payload = shard::read_payload(&file, path, &frame)?;
+        let (ids, states) = payload.split_at(4 * (frame.header.rows + 1));
+        let states = match frame.header.dtype {
+            StateDtype::F32 => {
+                states.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect()
+            }
+            StateDtype::Bf16 => states
+                .as_chunks::<2>()
+                .0
+                .iter()
+                .map(|value| half::bf16::from_le_bytes(*value).to_f32())
+                .collect(),
+        };
+        Ok(Sample { token_ids: decode_ids(ids), states, header: frame.header })
+    }
 }
 
 /// None where the shard is gone.

@@ -75,6 +75,12 @@ pub fn rename_durably(from: &Path, to: &Path) -> io::Result<()> {
     File::open(directory)?.sync_all()
 }
 
+/// A new id for a head or a run: sorts by time, reads as one, and differs between machines: `20261129-173000-5f3a09c2`.
+pub fn new_id(now: jiff::Timestamp) -> String {
+    let random = uuid::Uuid::now_v7().simple().to_string();
+    format!("{}-{}", now.strftime("%Y%m%d-%H%M%S"), &random[24..])
+}
+
 /// Whether a conversation belongs to the held-out split. Decided by the conversation alone, so that no conversation is
 /// on both sides, in any process, for ever.
 pub fn is_held_out(conversation_id: &str, fraction: f64) -> bool {

@@ -90,14 +90,18 @@ impl Checkpoint {
         };
         let json = serde_json::to_vec_pretty(&manifest).map_err(|e| content(e.to_string()))?;
         store::publish(&directory.join(MANIFEST), &json).map_err(file_error)?;
-        for entry in fs::read_dir(directory).map_err(file_error)? {
-            let entry = entry.map_err(file_error)?;
-            let name = entry.file_name().to_string_lossy().into_owned();
-            if name.starts_with("state-") && name.ends_with(".safetensors") && name != state_file {
-                fs::remove_file(entry.path()).map_err(file_error)?;
-            }
+        remove_states(directory, &state_file).map_err(file_error)
+    }
+
+    /// Removes the checkpoint in `directory`, if there is one.
+    pub fn remove(directory: &Path) -> Result<(), TrainError> {
+        let file_error = |source| TrainError::CheckpointFile { path: directory.to_owned(), source };
+        let manifest = directory.join(MANIFEST);
+        if !manifest.exists() {
+            return Ok(());
         }
-        Ok(())
+        fs::remove_file(manifest).map_err(file_error)?;
+        remove_states(directory, "").map_err(file_error)
     }
 
     /// The checkpoint in `directory`, or none where there is none. One of another head is refused.
@@ -144,4 +148,16 @@ impl Checkpoint {
         };
         Ok(Some(Self { weights: part("weights")?, optimizer, progress: manifest.progress }))
     }
+}
+
+/// Removes all state files but `kept`.
+fn remove_states(directory: &Path, kept: &str) -> std::io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if name.starts_with("state-") && name.ends_with(".safetensors") && name != kept {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }

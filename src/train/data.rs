@@ -41,8 +41,8 @@ pub trait SampleSource: Sync {
         self.len() == 0
     }
 
-    /// Sample `index` < `len()`.
-    fn load(&self, index: usize) -> Result<OwnedSample, Box<dyn Error + Send + Sync>>;
+    /// Sample `index` < `len()`; None where it is gone since (evicted), and stays gone.
+    fn load(&self, index: usize) -> Result<Option<OwnedSample>, Box<dyn Error + Send + Sync>>;
 }
 
 impl SampleSource for Vec<OwnedSample> {
@@ -50,8 +50,9 @@ impl SampleSource for Vec<OwnedSample> {
         Vec::len(self)
     }
 
-    fn load(&self, index: usize) -> Result<OwnedSample, Box<dyn Error + Send + Sync>> {
-        self.get(index).cloned().ok_or_else(|| format!("there are only {} samples", Vec::len(self)).into())
+    fn load(&self, index: usize) -> Result<Option<OwnedSample>, Box<dyn Error + Send + Sync>> {
+        let sample = self.get(index).cloned();
+        sample.map(Some).ok_or_else(|| format!("there are only {} samples", Vec::len(self)).into())
     }
 }
 

@@ -40,7 +40,7 @@ impl Score {
     }
 }
 
-/// Scores all samples of a source; `step`'s unroll is the number of tokens drafted, `batch` documents go at a time.
+/// Scores all samples that a source still has; `step`'s unroll is the number of tokens drafted, `batch` documents go at a time.
 pub fn evaluate<T: Real>(
     step: &mut Step<T>,
     weights: &HeadTensors<T>,
@@ -56,7 +56,7 @@ pub fn evaluate<T: Real>(
         let end = source.len().min(start + batch.max(1));
         let mut samples = Vec::with_capacity(end - start);
         for index in start..end {
-            samples.push(source.load(index).map_err(|source| TrainError::Sample { index, source })?);
+            samples.extend(source.load(index).map_err(|source| TrainError::Sample { index, source })?);
         }
         let documents: Vec<_> = samples.iter().map(|sample| sample.document()).collect();
         let report = step.forward(weights, &documents)?;

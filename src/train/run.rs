@@ -21,7 +21,7 @@ pub enum BatchSize {
 }
 
 /// Options of [`train`].
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TrainOptions {
     /// Optimizer steps of the whole run, those before a resume included.
     pub steps: u64,
@@ -42,10 +42,12 @@ pub struct TrainOptions {
     /// Steps between calls of [`Observer::evaluate`]; 0 for none but the last.
     pub evaluate_every: u64,
     /// Where checkpoints go; none are written without it.
+    #[serde(skip)]
     pub checkpoint_directory: Option<PathBuf>,
     /// Steps between checkpoints; 0 for the last alone.
     pub checkpoint_every: u64,
     /// Go on from the checkpoint in `checkpoint_directory` if there is one.
+    #[serde(skip)]
     pub resume: bool,
 }
 
@@ -91,13 +93,14 @@ pub enum Control {
 
 /// Who watches a run.
 pub trait Observer {
-    /// After each step.
-    fn step(&mut self, _event: &TrainEvent) -> Control {
+    /// After every `evaluate_every` steps and after the last, before [`Observer::step`] of the same step: the place to
+    /// score on held-out samples.
+    fn evaluate(&mut self, _weights: &HeadTensors<f32>, _event: &TrainEvent) -> Control {
         Control::Continue
     }
 
-    /// After every `evaluate_every` steps and after the last: the place to score on held-out samples.
-    fn evaluate(&mut self, _weights: &HeadTensors<f32>, _event: &TrainEvent) -> Control {
+    /// After each step.
+    fn step(&mut self, _event: &TrainEvent) -> Control {
         Control::Continue
     }
 }
@@ -157,11 +160,11 @@ pub fn train(
         metrics::gauge!("draftsmith_train_gradient_norm").set(gradient_norm);
 
         let event = TrainEvent { progress: &state.progress, report: &report, learning_rate, gradient_norm };
-        stopped = observer.step(&event) == Control::Stop;
-        let last = now == options.steps || stopped;
+        let last = now == options.steps;
         if last || (options.evaluate_every > 0 && now.is_multiple_of(options.evaluate_every)) {
-            stopped |= observer.evaluate(&state.weights, &event) == Control::Stop;
+            stopped = observer.evaluate(&state.weights, &event) == Control::Stop;
         }
+        stopped |= observer.step(&event) == Control::Stop;
         let due = options.checkpoint_every > 0 && now.is_multiple_of(options.checkpoint_every);
         if let Some(directory) = options.checkpoint_directory.as_deref().filter(|_| last || stopped || due) {
             state.save(directory, config)?;
@@ -219,7 +222,7 @@ fn next_batch(
         return Err(TrainError::NoSamples);
     }
     let mut samples: Vec<OwnedSample> = Vec::new();
-    let mut tokens = 0;
+    let (mut tokens, mut gone) = (0, 0);
     loop {
         let full = match size {
             BatchSize::Documents(count) => samples.len() >= count.max(1),
@@ -229,7 +232,14 @@ fn next_batch(
             return Ok(samples);
         }
         let index = order.next(progress);
-        let sample = source.load(index).map_err(|source| TrainError::Sample { index, source })?;
+        let Some(sample) = source.load(index).map_err(|source| TrainError::Sample { index, source })? else {
+            metrics::counter!("draftsmith_train_gone_samples_total").increment(1);
+            gone += 1;
+            if gone == order.length {
+                return Err(TrainError::NoSamples);
+            }
+            continue;
+        };
         // An empty sample would never fill a batch of tokens; the step refuses it by name.
         tokens += sample.token_ids.len().max(1);
         samples.push(sample);

@@ -1,0 +1,401 @@
+//! The learning commands, as processes, on a small verifier and samples made here: interrupted runs, following the store,
+//! promotion through the gate into a fake vLLM.
+
+// Clippy takes helpers outside #[test] functions for library code.
+#![allow(clippy::unwrap_used)]
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
+
+use draftsmith::states::{SampleHeader, StateDtype, StateStore, StoreOptions};
+use safetensors::Dtype;
+use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
+
+const HIDDEN: usize = 16;
+const VOCAB: usize = 40;
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    fn floats(&mut self, count: usize) -> Vec<f32> {
+        (0..count).map(|_| (self.bits() >> 40) as f32 / (1 << 23) as f32 - 1.0).collect()
+    }
+}
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// A directory with a verifier, a configuration and a data directory.
+struct Lab {
+    keep: tempfile::TempDir,
+    store: StateStore,
+    appended: u64,
+    /// [VOCAB, HIDDEN], the output head as well.
+    embedding: Vec<f32>,
+}
+
+impl Lab {
+    fn new(train: &str) -> Self {
+        let keep = tempfile::tempdir().unwrap();
+        let verifier = keep.path().join("verifier");
+        fs::create_dir(&verifier).unwrap();
+        let config = json!({
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN,
+            "intermediate_size": 24, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "vocab_size": VOCAB, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": true,
+            "eos_token_id": 1,
+        });
+        fs::write(verifier.join("config.json"), config.to_string()).unwrap();
+        let mut random = Random(1);
+        let embedding = random.floats(VOCAB * HIDDEN);
+        let (embedding_bytes, norm) = (bytes(&embedding), bytes(&[1.0; HIDDEN]));
+        let views = [
+            (
+                "model.embed_tokens.weight",
+                TensorView::new(Dtype::F32, vec![VOCAB, HIDDEN], &embedding_bytes).unwrap(),
+            ),
+            ("model.norm.weight", TensorView::new(Dtype::F32, vec![HIDDEN], &norm).unwrap()),
+        ];
+        fs::write(verifier.join("model.safetensors"), safetensors::serialize(views, None).unwrap()).unwrap();
+        let data = keep.path().join("data");
+        let text = format!(
+            "[data]\ndirectory = {data:?}\n[verifier]\ndirectory = {verifier:?}\n[train]\nwarmup_steps = 2\n{train}\n"
+        );
+        fs::write(keep.path().join("draftsmith.toml"), text).unwrap();
+        let store = StateStore::open(&data.join("states"), StoreOptions::default()).unwrap();
+        Self { keep, store, appended: 0, embedding }
+    }
+
+    fn data(&self) -> PathBuf {
+        self.keep.path().join("data")
+    }
+
+    fn append(&mut self, count: usize, held_out: bool) {
+        for _ in 0..count {
+            self.appended += 1;
+            let mut random = Random(self.appended);
+            let rows = 20;
+            let header = SampleHeader {
+                request_id: format!("request-{}", self.appended),
+                choice_index: 0,
+                conversation_id: format!("conversation-{}", self.appended),
+                source: "live".into(),
+                held_out,
+                prompt_length: 4,
+                rows,
+                layers: 4,
+                hidden: HIDDEN,
+                dtype: StateDtype::F32,
+                layer_ids: vec![2, 4, 5, 8],
+                head_digest: None,
+                captured_at: self.appended as i64,
+            };
+            // A short cycle of tokens, which a head can learn.
+            let start = random.bits() % 5;
+            let ids: Vec<u32> = (0..=rows as u64).map(|index| 3 + ((start + index) % 5) as u32).collect();
+            let mut states = random.floats(rows * 4 * HIDDEN);
+            // The last layer says which token comes next.
+            for (row, next) in ids[1..].iter().enumerate() {
+                let says = &self.embedding[*next as usize * HIDDEN..][..HIDDEN];
+                states[(row * 4 + 3) * HIDDEN..][..HIDDEN].copy_from_slice(says);
+            }
+            self.store.append(&header, &ids, &bytes(&states)).unwrap();
+        }
+        self.store.sync().unwrap();
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_draftsmith"));
+        command.args(arguments).arg("--config").arg(self.keep.path().join("draftsmith.toml"));
+        // Gradient sums depend on nothing else, but two processes of a small machine would get in each other's way.
+        command.env("RAYON_NUM_THREADS", "1");
+        command
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        let output = self.run(arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    }
+
+    fn start(&self, arguments: &[&str]) -> (Child, BufReader<ChildStderr>) {
+        let mut child = self
+            .command(arguments)
+            .stderr(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        let stderr = BufReader::new(child.stderr.take().unwrap());
+        (child, stderr)
+    }
+
+    /// Steps of a run with everything but the clock, as text: equal to the bit or not at all.
+    fn metrics(&self, run: &str) -> Vec<String> {
+        let text = fs::read_to_string(self.data().join("runs").join(run).join("metrics.jsonl")).unwrap();
+        let mut lines = Vec::new();
+        for line in text.lines() {
+            let mut object: serde_json::Map<String, Value> = serde_json::from_str(line).unwrap();
+            assert!(object.remove("seconds").unwrap().as_f64().unwrap() > 0.0);
+            lines.push(Value::Object(object).to_string());
+        }
+        lines
+    }
+
+    fn model_digest(&self, head: &str) -> Value {
+        self.json(&["heads", "show", head])["model_digest"].clone()
+    }
+}
+
+fn first_line_with(stderr: &mut impl BufRead, word: &str) -> String {
+    let mut seen = String::new();
+    loop {
+        let mut line = String::new();
+        assert!(stderr.read_line(&mut line).unwrap() > 0, "no `{word}` in: {seen}");
+        if line.contains(word) {
+            return line;
+        }
+        seen.push_str(&line);
+    }
+}
+
+fn signal(child: &Child, name: &str) {
+    assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+}
+
+const STEPS: &str = "4000";
+
+#[test]
+fn a_run_that_was_killed_and_stopped_ends_like_one_that_was_not() {
+    // A learning rate that no short decimal is, so that the options must come back to the bit.
+    let mut lab = Lab::new("learning_rate = 0.0033333333333333335\ncheckpoint_every = 300");
+    lab.append(12, false);
+    lab.append(3, true);
+    let arguments = ["train", "--head", "scratch", "--draft-vocab", "20", "--steps", STEPS, "--json"];
+    let whole = lab.json(&arguments);
+
+    let (mut killed, mut stderr) = lab.start(&arguments);
+    first_line_with(&mut stderr, "acceptance length");
+    killed.kill().unwrap();
+    killed.wait().unwrap();
+    // What comes meanwhile changes nothing.
+    lab.append(4, false);
+
+    let (mut stopped, mut stderr) = lab.start(&["train", "--resume"]);
+    first_line_with(&mut stderr, "acceptance length");
+    signal(&stopped, "-TERM");
+    let told = first_line_with(&mut stderr, "--resume");
+    assert_eq!(stopped.wait().unwrap().code(), Some(3));
+    let run = told.trim().trim_end_matches('`').rsplit(' ').next().unwrap().to_owned();
+
+    let other = lab.run(&["train", "--resume", "nonsense"]);
+    assert!(String::from_utf8_lossy(&other.stderr).contains("no run `nonsense`"));
+    let resumed = lab.json(&["train", "--json", "--resume", &run]);
+    assert_eq!(resumed["run"], json!(run));
+    let (wanted, found) = (lab.metrics(whole["run"].as_str().unwrap()), lab.metrics(&run));
+    assert_eq!(wanted.len().to_string(), STEPS);
+    let different = wanted.iter().zip(&found).find(|(wanted, found)| wanted != found);
+    assert_eq!((different, found.len()), (None, wanted.len()));
+    assert_eq!(resumed["score"], whole["score"]);
+    assert_eq!(resumed["curve"].as_array().unwrap().len(), whole["curve"].as_array().unwrap().len());
+    let digest = |report: &Value| lab.model_digest(report["head"].as_str().unwrap());
+    assert_eq!(digest(&resumed), digest(&whole));
+
+    let again = lab.run(&["train", "--resume", &run]);
+    assert_eq!(again.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&again.stderr).contains("is finished"));
+}
+
+#[test]
+fn following_trains_a_round_when_enough_is_new_and_starts_from_the_last_candidate() {
+    let mut lab = Lab::new("follow_samples = 6\npasses = 2\nbatch_documents = 2");
+    let nothing = lab.run(&["train", "--follow"]);
+    assert_eq!(nothing.status.code(), Some(1));
+    let message = String::from_utf8_lossy(&nothing.stderr).into_owned();
+    assert!(message.contains("no head is live") && message.contains("train --head scratch"), "{message}");
+
+    lab.append(8, false);
+    lab.append(3, true);
+    let first = lab.json(&["train", "--head", "scratch", "--draft-vocab", "20", "--json"]);
+    let first = first["head"].as_str().unwrap().to_owned();
+    assert!(lab.run(&["heads", "promote", &first, "--no-swap"]).status.success());
+    // Samples 1 to 8 are the live head's; these are a round's worth with the ones to come.
+    lab.append(4, false);
+    let (mut child, mut stderr) = lab.start(&["train", "--follow", "--json"]);
+    let mut reports =
+        serde_json::Deserializer::from_reader(child.stdout.take().unwrap()).into_iter::<Value>();
+    lab.append(2, false);
+    let one = reports.next().unwrap().unwrap();
+    lab.append(6, false);
+    let two = reports.next().unwrap().unwrap();
+    signal(&child, "-INT");
+    assert!(reports.next().is_none());
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).unwrap();
+    assert!(!rest.contains("--resume"), "{rest}");
+
+    // Six new ones and as many old ones: 12 documents, two at a time, twice.
+    for report in [&one, &two] {
+        assert_eq!((&report["samples"], &report["steps"]), (&json!(12), &json!(12)));
+    }
+    let manifest = |report: &Value| lab.json(&["heads", "show", report["head"].as_str().unwrap()]);
+    assert_eq!(manifest(&one)["parent"], json!(first));
+    assert_eq!(manifest(&two)["parent"], one["head"]);
+    assert!(manifest(&two)["score"]["acceptance_length"].as_f64().unwrap() >= 1.0);
+    assert_eq!(manifest(&two)["training"]["newest_sample"], json!(lab.appended));
+    // The optimizer went on from run to run: 8 documents in fours, twice, then 12 steps each.
+    let run = lab.data().join("runs").join(two["run"].as_str().unwrap());
+    let checkpoint: Value = serde_json::from_slice(&fs::read(run.join("checkpoint.json")).unwrap()).unwrap();
+    assert_eq!((&checkpoint["updates"], &checkpoint["progress"]["step"]), (&json!(8 + 12 + 12), &json!(12)));
+    assert!(!lab.data().join("runs").join(one["run"].as_str().unwrap()).join("checkpoint.json").exists());
+}
+
+/// Answers as vLLM with the plugin does, whatever head it is given; gives the digests and ends with the test.
+fn fake_vllm() -> (String, std::sync::mpsc::Receiver<String>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut digest = String::new();
+        for stream in listener.incoming() {
+            let (mut stream, path, body) = read_request(stream.unwrap());
+            if path == "/update_weights" {
+                digest = body["update_info"]["digest"].as_str().unwrap().to_owned();
+                // The test may be over.
+                let _ = sender.send(digest.clone());
+            }
+            let answer = json!({ "results": [{
+                "digest": digest, "loaded_at": 1.5, "swaps": 1, "refusals": 0,
+                "tap": { "combined": 0, "scattered": 0, "exported": 0, "refused": 0, "dropped": 0, "failed": 0,
+                    "bytes_written": 0, "enabled": true, "buffer_bytes": 8 },
+            }] })
+            .to_string();
+            let length = answer.len();
+            write!(
+                stream,
+                "HTTP/1.1 200 OK\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{answer}"
+            )
+            .unwrap();
+        }
+    });
+    (url, receiver)
+}
+
+fn read_request(stream: TcpStream) -> (TcpStream, String, Value) {
+    let mut reader = BufReader::new(stream);
+    let mut line = String::new();
+    reader.read_line(&mut line).unwrap();
+    let path = line.split(' ').nth(1).unwrap().to_owned();
+    let mut length = 0;
+    loop {
+        line.clear();
+        reader.read_line(&mut line).unwrap();
+        if line.trim().is_empty() {
+            break;
+        }
+        if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length:") {
+            length = value.trim().parse().unwrap();
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body).unwrap();
+    (reader.into_inner(), path, serde_json::from_slice(&body).unwrap_or(Value::Null))
+}
+
+#[test]
+fn promote_asks_the_gate_swaps_and_rolls_back() {
+    let mut lab = Lab::new("learning_rate = 0.01");
+    lab.append(12, false);
+    lab.append(4, true);
+    let train = |steps: &str| {
+        let report =
+            lab.json(&["train", "--head", "scratch", "--draft-vocab", "20", "--steps", steps, "--json"]);
+        report["head"].as_str().unwrap().to_owned()
+    };
+    let (weak, strong) = (train("1"), train("300"));
+    let (url, digests) = fake_vllm();
+    let live = |lab: &Lab| -> Value {
+        serde_json::from_slice(&fs::read(lab.data().join("heads/live.json")).unwrap()).unwrap()
+    };
+
+    let nothing = lab.run(&["heads", "rollback", "--upstream", &url]);
+    assert_eq!(nothing.status.code(), Some(1));
+    let report = lab.json(&["heads", "promote", &weak, "--no-swap", "--json"]);
+    assert_eq!(
+        (&report["promoted"], &report["swap"], &report["forced"]),
+        (&json!(true), &Value::Null, &json!(false))
+    );
+    assert!(digests.try_recv().is_err());
+
+    // Another held-out set than the manifests know: both are scored anew.
+    let old_set = lab.json(&["heads", "show", &weak])["score"]["set_digest"].clone();
+    let report = lab.json(&["heads", "promote", &strong, "--upstream", &url, "--json"]);
+    assert_eq!(report["comparison"]["live"]["score"]["set_digest"], old_set);
+    assert!(report["comparison"]["decision"]["gain"].as_f64().unwrap() > 0.1, "{report}");
+    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&strong));
+    assert_eq!(live(&lab)["id"], json!(strong));
+    assert!(live(&lab)["grounds"].as_str().unwrap().starts_with("gate: acceptance length"));
+
+    lab.append(2, true);
+    fs::write(lab.data().join("heads").join(&weak).join("manifest.json"), {
+        let mut manifest = lab.json(&["heads", "show", &weak]);
+        manifest["score"] = Value::Null;
+        manifest.to_string()
+    })
+    .unwrap();
+    let refused = lab.run(&["heads", "promote", &weak, "--upstream", &url]);
+    assert_eq!(refused.status.code(), Some(1));
+    let (out, err) = (String::from_utf8(refused.stdout).unwrap(), String::from_utf8(refused.stderr).unwrap());
+    assert!(out.contains(&weak) && out.contains(&strong) && out.contains("acceptance length"), "{out}");
+    assert!(err.contains("stays a candidate") && err.contains("--force"), "{err}");
+    let (one, other) = (
+        lab.json(&["heads", "show", &weak])["score"].clone(),
+        lab.json(&["heads", "show", &strong])["score"].clone(),
+    );
+    assert_eq!(one["set_digest"], other["set_digest"]);
+    assert_ne!(one["set_digest"], old_set);
+    assert_eq!(live(&lab)["id"], json!(strong));
+    assert!(digests.try_recv().is_err(), "a refused head never reaches vLLM");
+
+    assert!(lab.run(&["heads", "promote", &weak, "--force", "--upstream", &url]).status.success());
+    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&weak));
+    assert!(live(&lab)["grounds"].as_str().unwrap().starts_with("forced: "));
+    let back = lab.json(&["heads", "rollback", "--upstream", &url, "--json"]);
+    assert_eq!((&back["head"], &back["rolled_back"]["id"]), (&json!(strong), &json!(weak)));
+    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&strong));
+    assert_eq!(live(&lab)["id"], json!(strong));
+}
+
+#[test]
+fn records_verify_exits_with_3_when_something_is_wrong() {
+    let lab = Lab::new("");
+    let sound = lab.json(&["records", "verify", "--json"]);
+    assert_eq!(sound["files"], json!(0));
+    let bad = lab.data().join("records/dt=2026-11-29/hour=17/bad.parquet");
+    fs::create_dir_all(bad.parent().unwrap()).unwrap();
+    fs::write(&bad, "torn").unwrap();
+    let output = lab.run(&["records", "verify", "--json"]);
+    assert_eq!(output.status.code(), Some(3));
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["files"], &report["unreadable_files"]), (&json!(1), &json!(1)));
+    assert!(report["bad_files"][0]["path"].as_str().map(Path::new).unwrap().ends_with("hour=17/bad.parquet"));
+}
