@@ -3,8 +3,9 @@
 // The lint's exemption for tests does not see a test file's helpers.
 #![allow(clippy::unwrap_used)]
 
-#[path = "common/environment.rs"]
-mod environment;
+mod common {
+    pub mod environment;
+}
 
 use std::process::Command;
 
@@ -24,7 +25,7 @@ fn the_loop_raises_acceptance_on_a_real_vllm() {
         .args(["demo", "--domain", "narrow", "--json", "--vllm-port", &vllm, "--proxy-port", &proxy])
         .args(["--control-port", &control])
         .arg("--environment")
-        .arg(environment::environment())
+        .arg(common::environment::environment())
         .arg("--directory")
         .arg(&run)
         .stderr(std::process::Stdio::inherit())

@@ -3,8 +3,9 @@
 // clippy.toml allows it in test functions; these are their helpers.
 #![allow(clippy::unwrap_used)]
 
-#[path = "common/environment.rs"]
-mod environment;
+mod common {
+    pub mod environment;
+}
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -883,7 +884,7 @@ fn promotions_at_once_lose_none() {
 #[test]
 #[ignore = "real verifier: seconds, once vLLM's environment is installed"]
 fn heads_for_a_real_verifier() {
-    let verifier = environment::environment().join("smollm2-135m");
+    let verifier = common::environment::environment().join("smollm2-135m");
     let shape = VerifierShape::read(&verifier).unwrap();
     assert_eq!((shape.hidden_size, shape.vocab_size, shape.num_hidden_layers), (576, 49_152, 30));
     let tensors = VerifierTensors::read(&verifier, &shape).unwrap();

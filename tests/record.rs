@@ -4,10 +4,10 @@
 // The lint's exemption for tests does not see a test file's helpers.
 #![allow(clippy::unwrap_used)]
 
-#[path = "common/environment.rs"]
-mod environment;
-#[path = "common/python.rs"]
-mod python;
+mod common {
+    pub mod environment;
+    pub mod python;
+}
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, OpenOptions};
@@ -519,7 +519,7 @@ fn python_readers_open_the_tree_as_one_table() {
     assert_eq!(files(&data).unwrap().len(), 4);
 
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/read_records.py");
-    let output = python::python_with("readers").arg(script).arg(data.records()).output().unwrap();
+    let output = common::python::python_with("readers").arg(script).arg(data.records()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     let result: serde_json::Value = serde_json::from_str(text.trim()).unwrap();

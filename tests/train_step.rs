@@ -2,10 +2,10 @@
 // Helpers of tests are not seen as tests by the lint.
 #![allow(clippy::unwrap_used)]
 
-#[path = "common/environment.rs"]
-mod environment;
-#[path = "common/python.rs"]
-mod python;
+mod common {
+    pub mod environment;
+    pub mod python;
+}
 
 use candle_core::{D, DType, Device, Tensor, Var};
 use draftsmith::head::{HeadConfig, HeadTensors, Rope};
@@ -556,7 +556,7 @@ fn losses_agree_with_speculators() {
         let path = directory.path().join("case.json");
         std::fs::write(&path, input.to_string()).unwrap();
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/speculators_parity.py");
-        let output = python::python_with("speculators").arg(script).arg(&path).output().unwrap();
+        let output = common::python::python_with("speculators").arg(script).arg(&path).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8(output.stdout).unwrap();
         let wanted: Vec<f64> = serde_json::from_str(text.lines().last().unwrap()).unwrap();

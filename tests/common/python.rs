@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use crate::environment::{environment, run_script};
+use super::environment::{environment, run_script};
 
 /// vLLM's Python with one of the sets of packages that packages.sh names.
 pub fn python_with(packages: &str) -> Command {
