@@ -1,5 +1,12 @@
 //! The whole loop on a real vLLM (CPU) with a real model: `draftsmith demo` on one narrow domain, and what it must show.
 
+// The lint's exemption for tests does not see a test file's helpers.
+#![allow(clippy::unwrap_used)]
+
+mod common {
+    pub mod environment;
+}
+
 use std::process::Command;
 
 /// A port that was free a moment ago.
@@ -9,14 +16,17 @@ fn free_port() -> String {
 }
 
 #[test]
-#[ignore = "installs a real vLLM (7 GB) and runs for about 20 minutes"]
+#[ignore = "real vLLM: 15 minutes, once installed"]
 fn the_loop_raises_acceptance_on_a_real_vllm() {
     let directory = tempfile::tempdir().unwrap();
     let run = directory.path().join("demo");
     let (vllm, proxy, control) = (free_port(), free_port(), free_port());
     let output = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
         .args(["demo", "--domain", "narrow", "--json", "--vllm-port", &vllm, "--proxy-port", &proxy])
-        .args(["--control-port", &control, "--directory"])
+        .args(["--control-port", &control])
+        .arg("--environment")
+        .arg(common::environment::environment())
+        .arg("--directory")
         .arg(&run)
         .stderr(std::process::Stdio::inherit())
         .output()

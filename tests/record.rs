@@ -4,6 +4,11 @@
 // The lint's exemption for tests does not see a test file's helpers.
 #![allow(clippy::unwrap_used)]
 
+mod common {
+    pub mod environment;
+    pub mod python;
+}
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -509,7 +514,7 @@ fn check(data: &DataDir, must_exist: &HashMap<String, String>, round: usize) -> 
 }
 
 #[test]
-#[ignore = "needs PyPI"]
+#[ignore = "real Python readers: seconds, once installed"]
 fn python_readers_open_the_tree_as_one_table() {
     let (_directory, data) = temporary();
     let recorder = Recorder::start(&data, options()).unwrap();
@@ -540,9 +545,8 @@ fn python_readers_open_the_tree_as_one_table() {
     recorder.shutdown().unwrap();
     assert_eq!(files(&data).unwrap().len(), 4);
 
-    let python = python_with_readers();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/read_records.py");
-    let output = Command::new(python).arg(script).arg(data.records()).output().unwrap();
+    let output = common::python::python_with("readers").arg(script).arg(data.records()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
     let result: serde_json::Value = serde_json::from_str(text.trim()).unwrap();
@@ -551,24 +555,6 @@ fn python_readers_open_the_tree_as_one_table() {
     assert_eq!(result["acceptance"], expected);
     assert_eq!(result["rates"], serde_json::json!([["2025-11-29", 0.3], ["2025-11-30", 0.4]]));
     assert_eq!(result["rows_by_status"], serde_json::json!([["length", 10], ["ok", 92]]));
-}
-
-fn python_with_readers() -> PathBuf {
-    let home = std::env::var("HOME").unwrap();
-    let directory = Path::new(&home).join(".cache/draftsmith/python-readers");
-    let python = directory.join("bin/python");
-    if !python.exists() {
-        let made = Command::new("python3").args(["-m", "venv"]).arg(&directory).status().unwrap();
-        assert!(made.success());
-    }
-    let installed =
-        Command::new(&python).args(["-c", "import pyarrow, duckdb"]).stderr(Stdio::null()).status();
-    if !installed.unwrap().success() {
-        let install =
-            Command::new(&python).args(["-m", "pip", "install", "--quiet", "pyarrow", "duckdb"]).status();
-        assert!(install.unwrap().success());
-    }
-    python
 }
 
 /// The handle goes to every connection's task.

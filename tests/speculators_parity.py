@@ -2,9 +2,6 @@
 
 usage: speculators_parity.py CASE.json      (needs torch, transformers and speculators; prints a JSON list, a loss per step)
 
-    pip install --target DIR --no-deps speculators==0.9.0
-    PYTHONPATH=DIR DRAFTSMITH_SPECULATORS_PYTHON=python3 cargo test --test train_step -- --ignored losses_agree
-
 Speculators masks a position by the token that it embeds and shifts that mask with the steps, so with one mask later
 steps also count chains that started inside the prompt. The engine never drafts there, and draftsmith leaves them out.
 So each step is read from a run of its own, with the mask that picks draftsmith's chains at that step.

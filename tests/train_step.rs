@@ -1,8 +1,11 @@
-//! The training step against three judges: finite differences, candle's autograd and (by hand) Speculators.
+//! The training step against three judges: finite differences, candle's autograd and Speculators.
 // Helpers of tests are not seen as tests by the lint.
 #![allow(clippy::unwrap_used)]
 
-use std::process::Command;
+mod common {
+    pub mod environment;
+    pub mod python;
+}
 
 use candle_core::{D, DType, Device, Tensor, Var};
 use draftsmith::head::{HeadConfig, HeadTensors, Rope};
@@ -529,11 +532,9 @@ fn documents_that_do_not_fit_are_refused_by_name() {
     );
 }
 
-/// DRAFTSMITH_SPECULATORS_PYTHON names a Python with torch, transformers and speculators.
 #[test]
-#[ignore = "needs PyPI's speculators; see tests/speculators_parity.py"]
+#[ignore = "real Speculators: half a minute, once installed"]
 fn losses_agree_with_speculators() {
-    let python = std::env::var("DRAFTSMITH_SPECULATORS_PYTHON").unwrap_or_else(|_| "python3".to_owned());
     for norms in [true, false] {
         let config =
             HeadConfig { num_attention_heads: 2, num_key_value_heads: 1, ..tiny(norms, norms, !norms) };
@@ -555,7 +556,7 @@ fn losses_agree_with_speculators() {
         let path = directory.path().join("case.json");
         std::fs::write(&path, input.to_string()).unwrap();
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/speculators_parity.py");
-        let output = Command::new(&python).arg(script).arg(&path).output().unwrap();
+        let output = common::python::python_with("speculators").arg(script).arg(&path).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8(output.stdout).unwrap();
         let wanted: Vec<f64> = serde_json::from_str(text.lines().last().unwrap()).unwrap();

@@ -20,7 +20,7 @@ pub struct DemoCommand {
     #[arg(long, value_name = "DIR", default_value = "demo")]
     directory: PathBuf,
     /// Where vLLM, the model and the prompts are installed; kept between runs [default: ~/.cache/draftsmith/environment]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", env = "DRAFTSMITH_ENVIRONMENT")]
     environment: Option<PathBuf>,
     #[arg(long, default_value_t = 8000)]
     vllm_port: u16,

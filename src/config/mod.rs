@@ -16,6 +16,8 @@ mod check;
 
 /// The prefix of environment variables; two underscores stand for the dot of a key.
 const ENVIRONMENT_PREFIX: &str = "DRAFTSMITH_";
+/// Variables with that prefix that stand for a flag of a command, not for a key of the configuration.
+const FLAGS_IN_ENVIRONMENT: [&str; 2] = ["CONFIG", "ENVIRONMENT"];
 
 /// A configuration that cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -253,7 +255,8 @@ impl Config {
             // Read by hand first: figment takes a missing file for an empty one.
             figment = figment.merge(Toml::string(&text));
         }
-        figment = figment.merge(Env::prefixed(ENVIRONMENT_PREFIX).split("__"));
+        let environment = Env::prefixed(ENVIRONMENT_PREFIX).ignore(&FLAGS_IN_ENVIRONMENT).split("__");
+        figment = figment.merge(environment);
         for (key, value) in flags {
             figment = figment.merge(Serialized::default(key, value));
         }

