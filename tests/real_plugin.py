@@ -1,4 +1,4 @@
-"""The plugin against a real vLLM: states, drafting counts, swaps, refusals, d2t. Started by hand (tests/real_plugin.py --help says how).
+"""The plugin against a real vLLM: states, drafting counts, swaps, refusals, d2t. Started by tests/plugin.rs.
 
 The server runs src/demo_env/serve.sh with DTYPE float32; PYTHON is that environment's, since it needs transformers.
 """

@@ -157,9 +157,13 @@ pub async fn run(options: &Options) -> anyhow::Result<Report> {
         run_loop(options, &plan, &client, &dataset).await
     }
     .await;
-    sidecar.stop().await?;
-    vllm.stop().await?;
-    result
+    // Both are asked to end, and what went wrong first is told first.
+    let stopped = [sidecar.stop().await, vllm.stop().await];
+    let report = result?;
+    for stop in stopped {
+        stop?;
+    }
+    Ok(report)
 }
 
 async fn run_loop(options: &Options, plan: &Plan, client: &Client, dataset: &Path) -> anyhow::Result<Report> {

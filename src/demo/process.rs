@@ -6,6 +6,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use rustix::process::{Pid, Signal, kill_process_group};
 use tokio::process::{Child, Command};
 
 /// How long a child may take to end after SIGTERM before it is killed. vLLM is known to linger.
@@ -45,20 +46,21 @@ impl Background {
         let Some(id) = self.child.id() else {
             return Ok(());
         };
-        signal(id, "TERM").await?;
+        signal_group(id, Signal::TERM)?;
         if tokio::time::timeout(GRACE, self.child.wait()).await.is_err() {
             tracing::warn!(process = self.name, "did not end after SIGTERM; killing it");
-            signal(id, "KILL").await?;
+            signal_group(id, Signal::KILL)?;
             self.child.wait().await?;
         }
         Ok(())
     }
 }
 
-/// Sends a signal to the process group that `id` leads.
-pub async fn signal(id: u32, name: &str) -> anyhow::Result<()> {
-    Command::new("kill").args([format!("-{name}"), "--".to_owned(), format!("-{id}")]).status().await?;
-    Ok(())
+/// Sends a signal to the process group that the child with this id leads. Minimal systems have no program for it.
+fn signal_group(id: u32, signal: Signal) -> anyhow::Result<()> {
+    let group = i32::try_from(id).ok().and_then(Pid::from_raw);
+    let group = group.with_context(|| format!("{id} is no process id"))?;
+    kill_process_group(group, signal).with_context(|| format!("{signal:?} to the process group {id}"))
 }
 
 /// Runs a command whose output goes to a log; an error quotes the log's end.
