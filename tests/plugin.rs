@@ -20,7 +20,7 @@ mod common {
 #[ignore = "real vLLM: five minutes, once installed"]
 async fn states_and_swaps_in_a_real_vllm() {
     let directory = tempfile::tempdir().unwrap();
-    let vllm = Vllm::with_plugin(directory.path()).await;
+    let vllm = Vllm::with_plugin(directory.path(), &[]).await;
     let output = Command::new(environment().join("venv/bin/python"))
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/real_plugin.py"))
         .args(["--url", &format!("http://{}", vllm.address)])
