@@ -17,7 +17,7 @@ mod common {
 }
 
 #[tokio::test]
-#[ignore = "real vLLM: five minutes, once installed"]
+#[ignore = "real vLLM: three minutes, once installed"]
 async fn states_and_swaps_in_a_real_vllm() {
     let directory = tempfile::tempdir().unwrap();
     let vllm = Vllm::with_plugin(directory.path(), &[]).await;
