@@ -23,6 +23,6 @@ mod writer;
 
 pub use columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema};
 pub use error::RecordError;
-pub use read::{DayStats, FileCheck, Row, Rows, files, rows, stats, token_frequencies, verify};
+pub use read::{DayStats, FileCheck, Row, Rows, files, newest_rows, rows, stats, token_frequencies, verify};
 pub use recorder::{Recorder, RecorderHandle, RecorderOptions, RecorderStats};
 pub use row::{Message, Record, Source, Split, Status, messages_from_json, now_micros};
