@@ -97,6 +97,8 @@ pub async fn run(
 
     let bar = crate::replay::progress_bar(options.limit);
     let mut log_tick = tokio::time::interval(LOG_INTERVAL);
+    // The first one is due at once.
+    log_tick.tick().await;
     let mut in_flight = JoinSet::new();
     let mut stop = pin!(stop);
     let mut stopping = false;
