@@ -184,7 +184,7 @@ fn states_pass_the_checks_of_the_plugins_files() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
     let transfer = tempfile::tempdir().unwrap();
-    let mut take = || {
+    let take = || {
         File::create(lock_path(transfer.path())).unwrap();
         fs::write(transfer.path().join(FILE), stock_file(sample().prefill(), 4, 4)).unwrap();
         sample().take(transfer.path(), Path::new(FILE), "mine").unwrap()
