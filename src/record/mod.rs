@@ -24,7 +24,8 @@ mod writer;
 pub use columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema};
 pub use error::RecordError;
 pub use read::{
-    DayAcceptance, DayStats, FileCheck, Row, Rows, Stats, files, rows, stats, token_frequencies, verify,
+    DayAcceptance, DayStats, FileCheck, Row, Rows, Stats, files, newest_rows, rows, stats, token_frequencies,
+    verify,
 };
 pub use recorder::{Recorder, RecorderHandle, RecorderOptions, RecorderStats};
 pub use row::{Message, Record, Source, Split, Status, messages_from_json, now_micros};
