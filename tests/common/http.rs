@@ -41,12 +41,15 @@ impl Seen {
         self.head.split(' ').nth(1).unwrap().parse().unwrap()
     }
 
-    /// The status line and the headers that a proxy must pass on, as they stand.
+    /// The status line, and the headers that a proxy must pass on, by their names: the order of different ones means
+    /// nothing, that of equal ones is kept.
     pub fn end_to_end(&self) -> Vec<&str> {
-        const HOP_BY_HOP: [&str; 4] = ["connection:", "keep-alive:", "trailer:", "transfer-encoding:"];
-        let is_kept =
-            |line: &&str| !HOP_BY_HOP.iter().any(|name| line.to_ascii_lowercase().starts_with(name));
-        self.head.lines().filter(is_kept).collect()
+        const HOP_BY_HOP: [&str; 4] = ["connection", "keep-alive", "trailer", "transfer-encoding"];
+        let name_of = |line: &str| line.split(':').next().unwrap_or_default().to_ascii_lowercase();
+        let mut lines: Vec<&str> = self.head.lines().collect();
+        lines.retain(|line| !HOP_BY_HOP.contains(&name_of(line).as_str()));
+        lines[1..].sort_by_key(|line| name_of(line));
+        lines
     }
 }
 
@@ -177,8 +180,9 @@ pub fn json(body: &str) -> Vec<u8> {
     .into_bytes()
 }
 
-pub const SSE_HEAD: &[u8] =
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n";
+/// The head of a stream, as vLLM sends it.
+pub const SSE_HEAD: &[u8] = b"HTTP/1.1 200 OK\r\ndate: Sun, 29 Nov 2026 16:12:20 GMT\r\nserver: uvicorn\r\n\
+      content-type: text/event-stream; charset=utf-8\r\nvary: Origin\r\ntransfer-encoding: chunked\r\n\r\n";
 
 pub fn build_request(method: &str, path: &str, headers: &str, body: &[u8]) -> Vec<u8> {
     let head = format!(
