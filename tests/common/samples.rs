@@ -5,7 +5,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use super::http::{CHAT, COMPLETIONS, SSE_HEAD, chunk, find};
+use super::http::{CHAT, COMPLETIONS, SSE_HEAD, chunk, find, header};
 
 pub struct Sample {
     pub name: String,
@@ -111,6 +111,9 @@ fn read(folder: &str, route_of: impl Fn(&str, &[u8]) -> (&'static str, &'static 
             false => (SSE_HEAD, bytes.as_slice()),
         };
         let text = std::str::from_utf8(head).unwrap();
+        if let Some(length) = header(text, "content-length") {
+            assert_eq!(length, body.len().to_string(), "{file} was edited and is not what vLLM sent");
+        }
         let (method, path) = route_of(name, &request);
         found.push(Sample {
             method,
