@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use common::http::{CHAT, Seen, build_request, read_message};
+use common::http::{CHAT, Seen, build_request, find, read_message};
 use common::samples::{Sample, other_samples, samples, without_ids};
 use common::sidecar::Sidecar;
 use common::vllm::Vllm;
@@ -28,6 +28,8 @@ mod common {
     pub mod vllm;
 }
 
+/// Opens the routes and the ways to call tools that some samples are for.
+const FLAGS: [&str; 4] = ["--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"];
 /// No answer takes so long unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(300);
 /// One sample asks for a long story, to be left in the middle; here all are heard to the end.
@@ -143,7 +145,7 @@ async fn rows_of(sidecar: &Sidecar, directory: &Path) -> HashMap<String, Vec<Row
 #[ignore = "real vLLM: five minutes, once installed"]
 async fn what_left_vllms_socket_is_what_the_client_reads() {
     let directory = tempfile::tempdir().unwrap();
-    let vllm = Vllm::with_plugin(directory.path()).await;
+    let vllm = Vllm::with_plugin(directory.path(), &FLAGS).await;
     let relay = Relay::start(vllm.address.clone()).await;
     let settings = format!(
         "[verifier]\ndirectory = {:?}\n[states]\ntransfer_directory = {:?}\n",
@@ -162,28 +164,22 @@ async fn what_left_vllms_socket_is_what_the_client_reads() {
         assert_eq!(answer.body, sent.body, "{}", sample.name);
         println!("{:<28} {} {:>6} bytes", sample.name, answer.status(), answer.body.len());
         if is_recorded {
-            answered += usize::from(answer.status() == 200);
-            expected_rows.push((id, answer.status() == 200));
+            // A stream that the draft head's limits end at once has an error in it, and status 200.
+            let is_answered = answer.status() == 200 && find(&answer.body, b"{\"error\"").is_none();
+            answered += usize::from(is_answered);
+            expected_rows.push((id, is_answered));
         }
     }
     assert!(answered > 20, "only {answered} answers were compared; the rest were refused");
 
     let found = rows_of(&sidecar, directory.path()).await;
-    let mut with_ids = 0;
-    for (id, was_answered) in &expected_rows {
+    for (id, is_answered) in &expected_rows {
         let of_request = found.get(id).unwrap_or_else(|| panic!("{id} has no row"));
-        let has_ids = of_request.iter().all(|row| row.output_token_ids.is_some());
-        assert!(!has_ids || *was_answered, "{id} was refused and has token ids");
-        with_ids += usize::from(has_ids);
+        for row in of_request {
+            assert_eq!(row.output_token_ids.is_some(), *is_answered, "{id}: token ids from the plugin");
+        }
     }
-    println!(
-        "{answered} of {} recorded samples were answered; {with_ids} have token ids",
-        expected_rows.len()
-    );
-    assert!(
-        with_ids * 10 >= answered * 9,
-        "only {with_ids} of {answered} answers have the plugin's token ids"
-    );
+    println!("{} requests have rows; {answered} were answered and have token ids", expected_rows.len());
 }
 
 /// An answer without what differs between any two: its id and time, and how a stream's text is cut into events.
@@ -321,8 +317,7 @@ fn more_samples() -> Vec<Sample> {
 #[ignore = "real vLLM: five minutes, once installed"]
 async fn ids_asked_of_a_stock_vllm_are_recorded_and_the_client_does_not_see_them() {
     let directory = tempfile::tempdir().unwrap();
-    let vllm =
-        Vllm::stock(directory.path(), &["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]).await;
+    let vllm = Vllm::stock(directory.path(), &FLAGS).await;
     let relay = Relay::start(vllm.address.clone()).await;
     let sidecar =
         Sidecar::start(directory.path(), &relay.address, "[record]\ntoken_ids = \"request\"\n").await;
@@ -332,8 +327,10 @@ async fn ids_asked_of_a_stock_vllm_are_recorded_and_the_client_does_not_see_them
         let body = edited(&sample, |fields| {
             fields.remove("return_token_ids");
             if !name.starts_with("err_") {
-                // The same words each time.
-                fields.insert("temperature".to_owned(), 0.into());
+                // The same words each time; vLLM gives several choices only where it samples.
+                let several = fields.contains_key("n");
+                fields.insert("temperature".to_owned(), u64::from(several).into());
+                fields.insert("seed".to_owned(), 7.into());
             }
         });
         relay.clear();

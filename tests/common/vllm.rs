@@ -28,8 +28,9 @@ pub struct Vllm {
 }
 
 impl Vllm {
-    /// With the plugin and a random head, as `draftsmith demo` starts it. What it writes goes to `directory`.
-    pub async fn with_plugin(directory: &Path) -> Vllm {
+    /// With the plugin and a random head, as `draftsmith demo` starts it. What it writes goes to `directory`; `flags` are
+    /// more arguments of `vllm serve`.
+    pub async fn with_plugin(directory: &Path, flags: &[&str]) -> Vllm {
         let environment = environment();
         let head = directory.join("day-0");
         let plugin = directory.join("plugin");
@@ -49,6 +50,7 @@ impl Vllm {
         let mut command = Command::new("bash");
         command
             .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/demo_env/serve.sh"))
+            .args(flags)
             .env("DRAFTSMITH_ENV", &environment)
             .env("DRAFTSMITH_PLUGIN", plugin)
             .env("DRAFTSMITH_HEAD", head)
@@ -56,7 +58,7 @@ impl Vllm {
         start(command, &environment, directory).await
     }
 
-    /// As it comes: no plugin, no draft head. `flags` are more arguments of `vllm serve`.
+    /// As it comes: no plugin, no draft head.
     pub async fn stock(directory: &Path, flags: &[&str]) -> Vllm {
         let environment = environment();
         let venv = environment.join("venv");
