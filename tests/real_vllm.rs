@@ -34,12 +34,17 @@ const FLAGS: [&str; 4] = ["--enable-scale-out", "--enable-auto-tool-choice", "--
 const PATIENCE: Duration = Duration::from_secs(300);
 /// One sample asks for a long story, to be left in the middle; here all are heard to the end.
 const MOST_TOKENS: u64 = 64;
+/// As both kinds of vLLM are started.
+const MODEL_LENGTH: u64 = 2048;
+
+/// For each connection that carried something, what vLLM sent on it, in the order of the last bytes.
+type Sent = Vec<(usize, Vec<u8>)>;
 
 /// Passes bytes on between the sidecar and vLLM, and keeps those that vLLM sent.
 struct Relay {
     address: String,
-    /// For each connection that carried something since `clear`, in the order of its last byte.
-    sent: Arc<Mutex<Vec<(usize, Vec<u8>)>>>,
+    /// Since `clear`.
+    sent: Arc<Mutex<Sent>>,
 }
 
 impl Relay {
@@ -94,7 +99,7 @@ async fn pass_on(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, mut note: impl
     let _ = to.shutdown().await;
 }
 
-fn keep(sent: &Mutex<Vec<(usize, Vec<u8>)>>, connection: usize, bytes: &[u8]) {
+fn keep(sent: &Mutex<Sent>, connection: usize, bytes: &[u8]) {
     if bytes.is_empty() {
         return;
     }
@@ -119,11 +124,9 @@ async fn ask(address: &str, sample: &Sample, body: &[u8], id: &str) -> Seen {
 fn edited(sample: &Sample, change: impl FnOnce(&mut serde_json::Map<String, Value>)) -> Vec<u8> {
     let mut request: Value = serde_json::from_slice(&sample.request).unwrap_or_default();
     let Some(fields) = request.as_object_mut() else { return sample.request.clone() };
-    if fields
-        .get("max_tokens")
-        .and_then(Value::as_u64)
-        .is_some_and(|count| (MOST_TOKENS..2000).contains(&count))
-    {
+    let asked = fields.get("max_tokens").and_then(Value::as_u64).unwrap_or_default();
+    // More than the model holds is a sample of its own, to be refused.
+    if (MOST_TOKENS..MODEL_LENGTH).contains(&asked) {
         fields.insert("max_tokens".to_owned(), MOST_TOKENS.into());
     }
     change(fields);
