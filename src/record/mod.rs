@@ -6,8 +6,8 @@
 //! Promises:
 //! - `begin`, `record`, `abandon` and `join` never wait for a disk. What does not fit the memory bound is dropped
 //!   and counted.
-//! - A row is in the WAL, synced, at most one flush interval (and the flush itself) after it was handed over. A crash
-//!   loses nothing older.
+//! - A row is in the WAL, synced, at most one flush interval after it was handed over, plus what the disk takes for that
+//!   flush and for one that is running then. A crash loses nothing older.
 //! - A request that had begun and was not finished when the process died becomes one row with status `proxy_restart`.
 //! - `records/` holds whole Parquet files and nothing else, and no row twice, wherever the process was killed.
 //! - A disk that fails costs rows at worst, never a request: errors are counted and the work is tried again.

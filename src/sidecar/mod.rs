@@ -57,7 +57,8 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let observer = start_observer(recorder.clone(), collector, row_options)?;
 
     let mut options = ProxyOptions::new(config.proxy.upstream.parse().context("proxy.upstream")?);
-    options.allow_control_routes = config.proxy.allow_control_routes;
+    options.routes = config.proxy.routes;
+    options.allow_routes = config.proxy.allow_routes.clone();
     options.inject_token_ids = config.record.enabled && config.record.token_ids == TokenIds::Request;
     options.max_request_bytes = config.proxy.max_request_bytes;
     options.max_capture_bytes = config.proxy.max_recorded_bytes;
