@@ -215,11 +215,18 @@ pub fn measure(ordinal: usize, options: &BenchOptions) -> Result<BenchReport, Tr
 fn peak(device: &Device) -> Result<f64, TrainError> {
     const SIZE: usize = 8192;
     const RUNS: usize = 10;
-    let random: Vec<bf16> = normal(3, "peak", SIZE * SIZE, 1.0).iter().map(|value| bf16::from_f32(*value)).collect();
+    let random: Vec<bf16> =
+        normal(3, "peak", SIZE * SIZE, 1.0).iter().map(|value| bf16::from_f32(*value)).collect();
     let (left, right) = (device.upload(&random)?, device.upload(&random)?);
     let output = device.zeros::<bf16>(SIZE * SIZE)?;
     let run = || {
-        device.product(Form::Abt, left.head(SIZE, SIZE), right.head(SIZE, SIZE), None, output.head(SIZE, SIZE))
+        device.product(
+            Form::Abt,
+            left.head(SIZE, SIZE),
+            right.head(SIZE, SIZE),
+            None,
+            output.head(SIZE, SIZE),
+        )
     };
     run()?;
     let start = device.event()?;
@@ -260,11 +267,15 @@ fn cases() -> Vec<(&'static str, HeadConfig, Vec<(usize, usize)>, usize, bool, O
         ..base.clone()
     };
     let wide = HeadConfig { num_attention_heads: 2, num_key_value_heads: 2, head_dim: 256, ..base.clone() };
+    let post_norm = HeadConfig { norm_before_residual: true, ..base.clone() };
+    let no_feedback_norm = HeadConfig { norm_output: false, ..base.clone() };
     let uneven = vec![(150, 40), (3, 1), (75, 1), (301, 99), (66, 65)];
     let whole = vec![(200, 1), (64, 1), (131, 1)];
     vec![
         ("partly supervised, D 64", base.clone(), uneven.clone(), 3, true, None),
         ("all supervised, D 64, chunks", base, whole.clone(), 3, true, Some(96)),
+        ("norm_before_residual alone", post_norm, uneven.clone(), 3, true, None),
+        ("no norm_output alone", no_feedback_norm, whole.clone(), 3, true, None),
         ("all supervised, D 128, frozen, old flags", old_flags.clone(), whole.clone(), 4, false, None),
         ("partly supervised, D 128, old flags", old_flags, uneven.clone(), 2, true, Some(64)),
         ("partly supervised, D 256", wide, uneven, 3, true, None),
@@ -279,7 +290,8 @@ pub fn compare_with_cpu(ordinal: usize) -> Result<Vec<Difference>, TrainError> {
         let mut note = |name: &str, error: f64, limit: f64| {
             list.push(Difference { case: case.to_owned(), name: name.to_owned(), error, limit });
         };
-        let data = Data::random(&config, 0.06, 0.1);
+        // Products keep the size of what they take: noise that grows through the layers would hide errors.
+        let data = Data::random(&config, 0.9 / (config.hidden_size as f64).sqrt(), 0.1);
         let target = data.target(&config);
         let samples: Vec<OwnedSample> = lengths
             .iter()

@@ -101,10 +101,8 @@ impl Device {
     fn allocate<T: DeviceRepr>(&self, length: usize) -> Result<Buffer<T>, CudaError> {
         let length = length.max(1);
         // SAFETY: no element is read before it is written: the callers clear or fill the buffer.
-        let slice = unsafe { self.stream().alloc::<T>(length) }.map_err(|source| CudaError::Memory {
-            bytes: length * size_of::<T>(),
-            source,
-        })?;
+        let slice = unsafe { self.stream().alloc::<T>(length) }
+            .map_err(|source| CudaError::Memory { bytes: length * size_of::<T>(), source })?;
         let address = slice.device_ptr(self.stream()).0;
         let allocated = Arc::clone(self.allocated());
         allocated.fetch_add(slice.num_bytes(), Ordering::Relaxed);

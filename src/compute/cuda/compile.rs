@@ -35,9 +35,11 @@ impl Shape {
     /// Whether the kernels can do it.
     pub fn check(&self) -> Result<(), CudaError> {
         let fail = |reason: String| Err(CudaError::Shape(reason));
-        for (name, value) in
-            [("hidden_size", self.hidden), ("intermediate_size", self.inner), ("draft_vocab_size", self.vocabulary)]
-        {
+        for (name, value) in [
+            ("hidden_size", self.hidden),
+            ("intermediate_size", self.inner),
+            ("draft_vocab_size", self.vocabulary),
+        ] {
             if value == 0 || !value.is_multiple_of(8) {
                 return fail(format!("{name} is {value}; the kernels need a multiple of 8"));
             }

@@ -20,7 +20,9 @@ use super::product::Products;
 /// What can go wrong on the GPU.
 #[derive(Debug, thiserror::Error)]
 pub enum CudaError {
-    #[error("{0} cannot be opened; install the NVIDIA driver and CUDA 13 (libcublasLt, libnvrtc), or set LD_LIBRARY_PATH")]
+    #[error(
+        "{0} cannot be opened; install the NVIDIA driver and CUDA 13 (libcublasLt, libnvrtc), or set LD_LIBRARY_PATH"
+    )]
     Missing(&'static str),
     #[error("the head's shape on the GPU: {0}")]
     Shape(String),

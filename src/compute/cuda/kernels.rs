@@ -87,7 +87,10 @@ impl Device {
     ) -> Result<(), CudaError> {
         let hidden = self.shape().hidden;
         assert!(input.width == hidden && output.width == hidden && weight.width == hidden, "width of a norm");
-        assert!(output.rows == input.rows && scale.is_none_or(|scale| scale.width == input.rows), "rows of a norm");
+        assert!(
+            output.rows == input.rows && scale.is_none_or(|scale| scale.width == input.rows),
+            "rows of a norm"
+        );
         self.launch(
             "rms_norm",
             ([input.rows, 1, 1], THREADS, 0),
@@ -151,14 +154,19 @@ impl Device {
         let (hidden, rows) = (self.shape().hidden, input.rows);
         let blocks = self.norm_blocks().min(rows);
         let partial = partial.head(blocks, hidden);
-        assert!(scale.width == rows && output_gradient.rows == rows && input_gradient.rows == rows, "rows of a norm");
+        assert!(
+            scale.width == rows && output_gradient.rows == rows && input_gradient.rows == rows,
+            "rows of a norm"
+        );
         assert!(map.is_none_or(|map| map.width == rows), "map of a norm");
         if map.is_none() {
             for matrix in [extra, added].into_iter().flatten() {
                 assert_eq!(matrix.rows, rows, "rows of what is added to a norm");
             }
         }
-        for width in [input.width, weight.width, output_gradient.width, input_gradient.width, weight_gradient.width] {
+        for width in
+            [input.width, weight.width, output_gradient.width, input_gradient.width, weight_gradient.width]
+        {
             assert_eq!(width, hidden, "width of a norm");
         }
         self.launch(
@@ -306,7 +314,10 @@ impl Device {
     /// Replaces `gate_up` by its gradient, given that of [`Device::silu_mul`]'s output.
     pub fn silu_mul_backward(&self, gate_up: Matrix<bf16>, gradient: Matrix<bf16>) -> Result<(), CudaError> {
         let inner = self.shape().inner;
-        assert!(gate_up.stride == 2 * inner && gradient.stride == inner && gate_up.rows == gradient.rows, "silu");
+        assert!(
+            gate_up.stride == 2 * inner && gradient.stride == inner && gate_up.rows == gradient.rows,
+            "silu"
+        );
         self.launch(
             "silu_mul_backward",
             ([inner.div_ceil(THREADS * 8), gradient.rows, 1], THREADS, 0),
@@ -339,7 +350,7 @@ impl Device {
         let scale = self.check(attention);
         self.launch(
             "attention_forward",
-            ([attention.query_tiles.rows, self.shape().heads, 1], ATTENTION_THREADS, self.tile_bytes(5)),
+            ([attention.query_tiles.rows, self.shape().heads, 1], ATTENTION_THREADS, self.tile_bytes(3)),
             &[
                 address(attention.query_tiles),
                 address(attention.qkv),
@@ -369,7 +380,7 @@ impl Device {
         self.check_gradients(attention, slopes, means, gradient);
         self.launch(
             "attention_query_gradient",
-            ([attention.query_tiles.rows, self.shape().heads, 1], ATTENTION_THREADS, self.tile_bytes(6)),
+            ([attention.query_tiles.rows, self.shape().heads, 1], ATTENTION_THREADS, self.tile_bytes(4)),
             &[
                 address(attention.query_tiles),
                 address(attention.qkv),
@@ -429,7 +440,10 @@ impl Device {
     ) -> Result<(), CudaError> {
         let scale = self.check(attention);
         assert_eq!(key_gradient.stride, value_gradient.stride, "strides of the gradients of keys and values");
-        assert!(key_gradient.rows == attention.keys.rows && value_gradient.rows == attention.keys.rows, "keys");
+        assert!(
+            key_gradient.rows == attention.keys.rows && value_gradient.rows == attention.keys.rows,
+            "keys"
+        );
         let parts = if self.shape().head_dim > 128 { 2 } else { 1 };
         self.launch(
             "attention_key_gradient",
@@ -467,6 +481,31 @@ impl Device {
         assert!(slopes.rows == attention.output.rows && slopes.stride == attention.output.stride, "slopes");
         assert_eq!(means.width, attention.log_sums.width, "means");
         assert!(gradient.rows == attention.qkv.rows && gradient.stride == attention.qkv.stride, "gradients");
+    }
+
+    /// output[t] = the sum over steps k of row t - k of step k of `gradient`, which is laid out as `qkv`; keys and values
+    /// from step `first_key_step` on.
+    pub fn sum_shifted(
+        &self,
+        gradient: Matrix<bf16>,
+        output: Matrix<bf16>,
+        first_key_step: usize,
+    ) -> Result<(), CudaError> {
+        let shape = self.shape();
+        let width = (shape.heads + 2 * shape.key_heads) * shape.head_dim;
+        assert!(gradient.stride == width && output.stride == width, "width of a sum over steps");
+        assert!(output.rows > 0 && gradient.rows.is_multiple_of(output.rows), "rows of a sum over steps");
+        self.launch(
+            "sum_shifted",
+            ([output.rows, 1, 1], THREADS, 0),
+            &[
+                address(gradient),
+                int(output.rows),
+                int(gradient.rows / output.rows),
+                int(first_key_step),
+                address(output),
+            ],
+        )
     }
 
     /// Log-sum-exp of each row of target logits, for [`Device::loss`] alone.

@@ -202,7 +202,8 @@ impl Device {
         output: Matrix<T>,
     ) -> Result<(), CudaError> {
         let (m, k) = if form == Form::Atb { (left.width, left.rows) } else { (left.rows, left.width) };
-        let (n, inner) = if form == Form::Abt { (right.rows, right.width) } else { (right.width, right.rows) };
+        let (n, inner) =
+            if form == Form::Abt { (right.rows, right.width) } else { (right.width, right.rows) };
         assert!(
             k == inner && output.rows == m && output.width == n,
             "{form:?}: {} x {} and {} x {} to {} x {}",
@@ -214,7 +215,12 @@ impl Device {
             output.width
         );
         if let Some(added) = added {
-            assert!(added.rows == m && added.width == n, "added {} x {} to {m} x {n}", added.rows, added.width);
+            assert!(
+                added.rows == m && added.width == n,
+                "added {} x {} to {m} x {n}",
+                added.rows,
+                added.width
+            );
         }
         if m == 0 || n == 0 {
             return Ok(());

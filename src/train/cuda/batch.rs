@@ -21,8 +21,6 @@ pub struct CudaBatch {
     /// The verifier's last states behind each chain's first target. [N, H]
     pub(super) last_states: Buffer<bf16>,
     pub(super) row_tokens: Buffer<u32>,
-    /// [S, N]
-    pub(super) chain_tokens: Buffer<u32>,
     pub(super) row_positions: Buffer<i32>,
     pub(super) chain_positions: Buffer<i32>,
     pub(super) row_of_chain: Buffer<i32>,
@@ -47,7 +45,6 @@ pub struct CudaBatch {
 #[derive(Default)]
 struct Host {
     row_tokens: Vec<u32>,
-    chain_tokens: Vec<Vec<u32>>,
     row_positions: Vec<i32>,
     chain_positions: Vec<i32>,
     row_of_chain: Vec<i32>,
@@ -56,7 +53,6 @@ struct Host {
     labels: Vec<u32>,
     query_tiles: Vec<QueryTile>,
     key_tiles: Vec<KeyTile>,
-    /// Sources of each row of `aux` and of each chain's last state, of H and 3H floats.
     positions: usize,
 }
 
@@ -69,7 +65,7 @@ impl CudaBatch {
         documents: &[Document],
     ) -> Result<Self, TrainError> {
         let h = config.hidden_size;
-        let mut host = Host { chain_tokens: vec![Vec::new(); steps], ..Host::default() };
+        let mut host = Host::default();
         let mut supervised = vec![0; steps];
         let (mut aux_rows, mut last_rows): (Vec<&[f32]>, Vec<&[f32]>) = (Vec::new(), Vec::new());
         for (number, document) in documents.iter().enumerate() {
@@ -97,10 +93,6 @@ impl CudaBatch {
                 host.row_of_chain.push((row_start + row) as i32);
                 host.ends.push(chain_start + chains);
                 host.labels.push(ids[row + 2]);
-                for (step, tokens) in host.chain_tokens.iter_mut().enumerate() {
-                    // Past the end nothing is supervised, so any token serves.
-                    tokens.push(ids[(row + 1 + step).min(ids.len() - 1)]);
-                }
             }
             for (step, count) in supervised.iter_mut().enumerate() {
                 *count += chains.saturating_sub(step) as u64;
@@ -117,7 +109,6 @@ impl CudaBatch {
             aux: device.upload(&rounded(&aux_rows, 3 * h))?,
             last_states: device.upload(&rounded(&last_rows, h))?,
             row_tokens: device.upload(&host.row_tokens)?,
-            chain_tokens: device.upload(&host.chain_tokens.concat())?,
             row_positions: device.upload(&host.row_positions)?,
             chain_positions: device.upload(&host.chain_positions)?,
             row_of_chain: device.upload(&host.row_of_chain)?,
@@ -147,7 +138,8 @@ impl Host {
         let (row_start, chain_start) = (self.row_tokens.len(), self.ends.len());
         for start in (0..chains).step_by(TILE) {
             let count = TILE.min(chains - start);
-            self.query_tiles.push([chain_start + start, count, row_start, first_row + start].map(|n| n as i32));
+            self.query_tiles
+                .push([chain_start + start, count, row_start, first_row + start].map(|n| n as i32));
         }
         for start in (0..rows).step_by(TILE) {
             let count = TILE.min(rows - start);

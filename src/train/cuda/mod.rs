@@ -1,7 +1,8 @@
 //! The training step on a GPU: the same loss and gradients as [`super::Step`], within bf16's rounding.
 //!
 //! What makes it fast beside plain products: weight gradients of all steps of the unroll are one product each, over the
-//! steps' rows together; frozen inputs (embedding, aux states) get no gradient at all, their norms' weights have theirs
+//! steps' rows together; a token's embedding meets the attention's matrices once, whatever the step that embeds it (step k of
+//! chain c embeds what step 0 of chain c + k does); frozen inputs (embedding, aux states) get no gradient at all, their norms' weights have theirs
 //! from the gradient of the matrix behind (`frozen_norm_gradient`); gradients of step 0's keys come from all steps' queries
 //! in one pass.
 
@@ -206,7 +207,8 @@ impl CudaStep {
         let losses = self.device.copy_out(self.buffers.losses.head(steps, chains))?;
         let best = self.device.copy_out(self.buffers.best.head(steps, chains))?;
         for step in 0..steps {
-            let sum: f64 = losses[step * chains..(step + 1) * chains].iter().map(|loss| f64::from(*loss)).sum();
+            let sum: f64 =
+                losses[step * chains..(step + 1) * chains].iter().map(|loss| f64::from(*loss)).sum();
             if batch.supervised[step] > 0 {
                 report.step_losses[step] = sum / batch.supervised[step] as f64;
             }
@@ -309,10 +311,9 @@ impl CudaStep {
         source.head(sizes.rows, 3 * sizes.hidden)
     }
 
-    /// Step 0's layer input of all rows. [R, 2H]
-    fn joined_rows(&self, batch: &CudaBatch, sizes: Sizes) -> Matrix<'_, bf16> {
-        let source = if batch.is_dense() { &self.buffers.joined } else { &self.buffers.joined_rows };
-        source.head(sizes.rows, 2 * sizes.hidden)
+    /// A step's hidden state, normed. [N, H]
+    fn hidden_normed(&self, sizes: Sizes, step: usize) -> Matrix<'_, bf16> {
+        self.buffers.step(&self.buffers.hidden_normed, sizes, step, sizes.hidden)
     }
 
     /// The unroll, up to the normed outputs of each step.
@@ -335,61 +336,73 @@ impl CudaStep {
         if self.config.fc_norm {
             let (from, to) = (batch.aux.head(rows, 3 * h), self.fc_input(batch, sizes));
             for (i, name) in ["fc_norm.0", "fc_norm.1", "fc_norm.2"].into_iter().enumerate() {
-                device.rms_norm(from.columns_from(i * h, h), norm(name), eps, to.columns_from(i * h, h), None)?;
+                device.rms_norm(
+                    from.columns_from(i * h, h),
+                    norm(name),
+                    eps,
+                    to.columns_from(i * h, h),
+                    None,
+                )?;
             }
         }
         let fused = buffers.fused.head(rows, h);
-        device.product(Form::Abt, self.fc_input(batch, sizes), parameters.matrix("fc", h, 3 * h), None, fused)?;
-        let joined_rows = self.joined_rows(batch, sizes);
-        device.embed_norm(
-            batch.row_tokens.head(1, rows),
-            &self.embed,
-            norm("input_layernorm"),
-            eps,
-            joined_rows.columns_from(0, h),
+        device.product(
+            Form::Abt,
+            self.fc_input(batch, sizes),
+            parameters.matrix("fc", h, 3 * h),
+            None,
+            fused,
         )?;
-        let scale = buffers.fused_scale.head(1, rows);
-        device.rms_norm(fused, norm("hidden_norm"), eps, joined_rows.columns_from(h, h), Some(scale))?;
-
         let attention = self.attention(batch, sizes);
         let all_heads = parameters.matrix("q_proj", sizes.qkv_width(), 2 * h);
         let positions = batch.chain_positions.head(1, chains);
-        if !dense {
+        let embedded = buffers.embedded.head(chains, h);
+        let tokens = batch.row_tokens.head(1, rows);
+        let scale = buffers.fused_scale.head(1, rows);
+        if dense {
+            device.embed_norm(tokens, &self.embed, norm("input_layernorm"), eps, embedded)?;
+            device.rms_norm(fused, norm("hidden_norm"), eps, self.hidden_normed(sizes, 0), Some(scale))?;
+        } else {
+            let joined = buffers.joined_rows.head(rows, 2 * h);
+            let (left, right) = (joined.columns_from(0, h), joined.columns_from(h, h));
+            device.embed_norm(tokens, &self.embed, norm("input_layernorm"), eps, left)?;
+            device.rms_norm(fused, norm("hidden_norm"), eps, right, Some(scale))?;
             let map = batch.row_of_chain.head(1, chains);
-            device.gather_rows(joined_rows, map, buffers.step(&buffers.joined, sizes, 0, 2 * h))?;
+            device.gather_rows(left, map, embedded)?;
+            device.gather_rows(right, map, self.hidden_normed(sizes, 0))?;
             device.gather_rows(fused, map, buffers.first_hidden.head(chains, h))?;
             let keys = buffers.row_keys.head(rows, 2 * key_width);
             let matrix = parameters.matrix("k_proj", 2 * key_width, 2 * h);
-            device.product(Form::Abt, joined_rows, matrix, None, keys)?;
+            device.product(Form::Abt, joined, matrix, None, keys)?;
             let row_positions = batch.row_positions.head(1, rows);
             device.rope(keys, key_heads, (row_positions, 0), &self.rope_table, false)?;
         }
+        let (embedding_half, hidden_half) = (all_heads.columns_from(0, h), all_heads.columns_from(h, h));
+        // Chain c + k of the last rows does not exist, or is another document's: nothing is supervised there.
+        let from_embedding = buffers.embedded_qkv.head(chains + sizes.steps - 1, sizes.qkv_width());
+        device.product(Form::Abt, embedded, embedding_half, None, from_embedding.rows_from(0, chains))?;
         for step in 0..sizes.steps {
             let hidden = self.hidden(batch, sizes, step);
-            let joined = buffers.step(&buffers.joined, sizes, step, 2 * h);
+            let hidden_normed = self.hidden_normed(sizes, step);
             if step > 0 {
-                device.embed_norm(
-                    batch.chain_tokens.head(sizes.steps, chains).rows_from(step, 1),
-                    &self.embed,
-                    norm("input_layernorm"),
-                    eps,
-                    joined.columns_from(0, h),
-                )?;
                 let scale = buffers.scale(&buffers.hidden_scale, sizes, step);
-                device.rms_norm(hidden, norm("hidden_norm"), eps, joined.columns_from(h, h), Some(scale))?;
+                device.rms_norm(hidden, norm("hidden_norm"), eps, hidden_normed, Some(scale))?;
             }
+            let added = from_embedding.rows_from(step, chains);
             let qkv = attention.qkv.rows_from(step * chains, chains);
             if step > 0 || dense {
-                device.product(Form::Abt, joined, all_heads, None, qkv)?;
+                device.product(Form::Abt, hidden_normed, hidden_half, Some(added), qkv)?;
                 device.rope(qkv, heads + key_heads, (positions, step), &self.rope_table, false)?;
             } else {
                 let queries = qkv.columns_from(0, query_width);
-                device.product(Form::Abt, joined, all_heads.rows_from(0, query_width), None, queries)?;
+                let added = added.columns_from(0, query_width);
+                let matrix = hidden_half.rows_from(0, query_width);
+                device.product(Form::Abt, hidden_normed, matrix, Some(added), queries)?;
                 device.rope(queries, heads, (positions, 0), &self.rope_table, false)?;
             }
             device.attention_forward(&attention, step)?;
 
-            let residual = if self.config.norm_before_residual { joined.columns_from(h, h) } else { hidden };
+            let residual = if self.config.norm_before_residual { hidden_normed } else { hidden };
             let middle = buffers.step(&buffers.middle, sizes, step, h);
             device.product(
                 Form::Abt,
@@ -528,7 +541,13 @@ impl CudaStep {
             )?;
 
             let slope = slopes.rows_from(step * chains, chains);
-            device.product(Form::Ab, middle_gradient, parameters.matrix("o_proj", h, query_width), None, slope)?;
+            device.product(
+                Form::Ab,
+                middle_gradient,
+                parameters.matrix("o_proj", h, query_width),
+                None,
+                slope,
+            )?;
             device.attention_query_gradient(&attention, step, slopes, means, qkv_gradient)?;
             let now = qkv_gradient.rows_from(step * chains, chains);
             let normed_residual = residual_is_normed.then_some(middle_gradient);
@@ -561,7 +580,8 @@ impl CudaStep {
                 (normed_gradient, None, None)
             } else {
                 let both = buffers.row_keys_gradient.head(rows, 2 * key_width);
-                let (keys, values) = (both.columns_from(0, key_width), both.columns_from(key_width, key_width));
+                let (keys, values) =
+                    (both.columns_from(0, key_width), both.columns_from(key_width, key_width));
                 device.attention_key_gradient(&attention, slopes, means, keys, values)?;
                 let queries = now.columns_from(0, query_width);
                 device.rope(queries, heads, (positions, 0), &self.rope_table, true)?;
@@ -610,20 +630,33 @@ impl CudaStep {
 
         let heads = parameters.gradient("q_proj", sizes.qkv_width(), 2 * h);
         let qkv_gradient = buffers.qkv_gradient.head(all, sizes.qkv_width());
-        let joined = buffers.joined.head(all, 2 * h);
+        let hidden_normed = buffers.hidden_normed.head(all, h);
+        let embedded = buffers.embedded.head(chains, h);
+        // What each embedding did at all steps; the products that it went into are no longer needed.
+        let summed = buffers.embedded_qkv.head(chains, sizes.qkv_width());
+        let (left, right) = (heads.columns_from(0, h), heads.columns_from(h, h));
         if batch.is_dense() {
-            device.product(Form::Atb, qkv_gradient, joined, None, heads)?;
+            device.sum_shifted(qkv_gradient, summed, 0)?;
+            device.product(Form::Atb, qkv_gradient, hidden_normed, None, right)?;
+            device.product(Form::Atb, summed, embedded, None, left)?;
         } else {
+            // Step 0's keys and values are those of all rows.
+            device.sum_shifted(qkv_gradient, summed, 1)?;
             let queries = qkv_gradient.columns_from(0, query_width);
-            device.product(Form::Atb, queries, joined, None, heads.rows_from(0, query_width))?;
-            let keys = heads.rows_from(query_width, 2 * key_width);
-            let row_keys = buffers.row_keys_gradient.head(rows, 2 * key_width);
-            device.product(Form::Atb, row_keys, self.joined_rows(batch, sizes), None, keys)?;
+            device.product(Form::Atb, queries, hidden_normed, None, right.rows_from(0, query_width))?;
+            let queries = summed.columns_from(0, query_width);
+            device.product(Form::Atb, queries, embedded, None, left.rows_from(0, query_width))?;
+            let (start, width) = (query_width, 2 * key_width);
+            let row_keys = buffers.row_keys_gradient.head(rows, width);
+            let joined = buffers.joined_rows.head(rows, 2 * h);
+            device.product(Form::Atb, row_keys, joined, None, heads.rows_from(start, width))?;
             if steps > 1 {
-                let later = qkv_gradient
-                    .rows_from(chains, all - chains)
-                    .columns_from(query_width, 2 * key_width);
-                device.product(Form::Atb, later, joined.rows_from(chains, all - chains), Some(keys), keys)?;
+                let later = all - chains;
+                let keys = qkv_gradient.rows_from(chains, later).columns_from(start, width);
+                let into = right.rows_from(start, width);
+                device.product(Form::Atb, keys, hidden_normed.rows_from(chains, later), Some(into), into)?;
+                let into = left.rows_from(start, width);
+                device.product(Form::Atb, summed.columns_from(start, width), embedded, Some(into), into)?;
             }
         }
         let fc = parameters.gradient("fc", h, 3 * h);

@@ -124,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(WARPS_THREADS)
                       int key_stride, bf16* out, float* log_sums, float scale) {
     extern __shared__ __align__(16) bf16 memory[];
     bf16* query = memory;
-    bf16* stages = memory + TILE * ROW;
+    bf16* key = memory + TILE * ROW;
+    bf16* value = memory + 2 * TILE * ROW;
     int4 tile = tiles[blockIdx.x];
     int head = blockIdx.y, key_head = head / GROUP;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = (lane & 3) * 2;
@@ -134,8 +135,9 @@ extern "C" __global__ void __launch_bounds__(WARPS_THREADS)
     int limit = tile.w + tile.y, blocks = (limit + TILE - 1) / TILE;
     float unit = scale * LOG2E;
     copy_tile(query, q, WIDTH, tile.y);
-    copy_tile(stages, k, key_stride, limit);
-    copy_tile(stages + TILE * ROW, v, key_stride, limit);
+    copy_tile(key, k, key_stride, limit);
+    commit_copies();
+    copy_tile(value, v, key_stride, limit);
     commit_copies();
 
     float sums[HEAD_DIM / 8][4];
@@ -143,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(WARPS_THREADS)
     for (int n = 0; n < HEAD_DIM / 8; n++) sums[n][0] = sums[n][1] = sums[n][2] = sums[n][3] = 0.0f;
     float top[2] = {-1.0e30f, -1.0e30f}, total[2] = {0.0f, 0.0f};
     int row = warp * 16 + (lane >> 2);
-    wait_copies_but(0);
+    wait_copies_but(1);
     __syncthreads();
 
     // The chain's own keys of later steps.
@@ -158,37 +160,34 @@ extern "C" __global__ void __launch_bounds__(WARPS_THREADS)
             total[half] = total[half] * old + ((lane & 3) == 0 ? weight : 0.0f);
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; n++) {
-                u32 value = *reinterpret_cast<const u32*>(own + VALUES_AT + n * 8 + pair);
-                sums[n][half * 2] = sums[n][half * 2] * old + weight * low_of(value);
-                sums[n][half * 2 + 1] = sums[n][half * 2 + 1] * old + weight * high_of(value);
+                u32 own_value = *reinterpret_cast<const u32*>(own + VALUES_AT + n * 8 + pair);
+                sums[n][half * 2] = sums[n][half * 2] * old + weight * low_of(own_value);
+                sums[n][half * 2 + 1] = sums[n][half * 2 + 1] * old + weight * high_of(own_value);
             }
         }
     }
 
+    // One tile each of keys and values: the next keys come in while the values are used and the other way round. Fewer
+    // bytes, so that three blocks share a multiprocessor.
     for (int block = 0; block < blocks; block++) {
-        const bf16* now = stages + (block & 1) * STAGE;
-        if (block + 1 < blocks) {
-            bf16* next = stages + ((block + 1) & 1) * STAGE;
-            i64 from = (i64)(block + 1) * TILE * key_stride;
-            copy_tile(next, k + from, key_stride, limit - (block + 1) * TILE);
-            copy_tile(next + TILE * ROW, v + from, key_stride, limit - (block + 1) * TILE);
-            commit_copies();
-            wait_copies_but(1);
-        } else {
-            wait_copies_but(0);
-        }
+        int left = limit - (block + 1) * TILE;
+        i64 from = (i64)(block + 1) * TILE * key_stride;
+        wait_copies_but(1);
         __syncthreads();
         float scores[8][4];
-        product_abt(scores, query + warp * 16 * ROW, now);
+        product_abt(scores, query + warp * 16 * ROW, key);
+        __syncthreads();
+        if (left > 0) copy_tile(key, k + from, key_stride, left);
+        commit_copies();
         bool masks = (block + 1) * TILE - 1 > tile.w + warp * 16;
         float highest[2] = {top[0], top[1]};
 #pragma unroll
         for (int n = 0; n < 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                int key = block * TILE + n * 8 + pair + (i & 1);
+                int at = block * TILE + n * 8 + pair + (i & 1);
                 float score = scores[n][i] * unit;
-                if (masks && key > tile.w + row + (i >> 1) * 8) score = -1.0e30f;
+                if (masks && at > tile.w + row + (i >> 1) * 8) score = -1.0e30f;
                 scores[n][i] = score;
                 highest[i >> 1] = fmaxf(highest[i >> 1], score);
             }
@@ -210,8 +209,12 @@ extern "C" __global__ void __launch_bounds__(WARPS_THREADS)
                 scores[n][i] = power2(scores[n][i] - top[i >> 1]);
                 total[i >> 1] += scores[n][i];
             }
-        product_ab<HEAD_DIM>(sums, scores, now + TILE * ROW);
+        wait_copies_but(1);
         __syncthreads();
+        product_ab<HEAD_DIM>(sums, scores, value);
+        __syncthreads();
+        if (left > 0) copy_tile(value, v + from, key_stride, left);
+        commit_copies();
     }
 
 #pragma unroll
@@ -237,7 +240,8 @@ extern "C" __global__ void __launch_bounds__(WARPS_THREADS)
     extern __shared__ __align__(16) bf16 memory[];
     bf16* query = memory;
     bf16* slope = memory + TILE * ROW;
-    bf16* stages = memory + 2 * TILE * ROW;
+    bf16* key = memory + 2 * TILE * ROW;
+    bf16* value = memory + 3 * TILE * ROW;
     int4 tile = tiles[blockIdx.x];
     int head = blockIdx.y, key_head = head / GROUP;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pair = (lane & 3) * 2;
@@ -248,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(WARPS_THREADS)
     float unit = scale * LOG2E;
     copy_tile(query, qkv + first * WIDTH + head * HEAD_DIM, WIDTH, tile.y);
     copy_tile(slope, slopes + first * (HEADS * HEAD_DIM) + head * HEAD_DIM, HEADS * HEAD_DIM, tile.y);
-    copy_tile(stages, k, key_stride, limit);
-    copy_tile(stages + TILE * ROW, v, key_stride, limit);
+    copy_tile(key, k, key_stride, limit);
+    copy_tile(value, v, key_stride, limit);
     commit_copies();
 
     float sums[HEAD_DIM / 8][4];
@@ -277,41 +281,37 @@ extern "C" __global__ void __launch_bounds__(WARPS_THREADS)
             float factor = weight * (quad_sum(dot_part(slope + mine * ROW, own + VALUES_AT)) - mean[half]);
 #pragma unroll
             for (int n = 0; n < HEAD_DIM / 8; n++) {
-                u32 key = *reinterpret_cast<const u32*>(own + KEYS_AT + n * 8 + pair);
-                sums[n][half * 2] += factor * low_of(key);
-                sums[n][half * 2 + 1] += factor * high_of(key);
+                u32 own_key = *reinterpret_cast<const u32*>(own + KEYS_AT + n * 8 + pair);
+                sums[n][half * 2] += factor * low_of(own_key);
+                sums[n][half * 2 + 1] += factor * high_of(own_key);
             }
         }
     }
 
     for (int block = 0; block < blocks; block++) {
-        const bf16* now = stages + (block & 1) * STAGE;
-        if (block + 1 < blocks) {
-            bf16* next = stages + ((block + 1) & 1) * STAGE;
-            i64 from = (i64)(block + 1) * TILE * key_stride;
-            copy_tile(next, k + from, key_stride, limit - (block + 1) * TILE);
-            copy_tile(next + TILE * ROW, v + from, key_stride, limit - (block + 1) * TILE);
-            commit_copies();
-            wait_copies_but(1);
-        } else {
-            wait_copies_but(0);
-        }
+        int left = limit - (block + 1) * TILE;
+        i64 from = (i64)(block + 1) * TILE * key_stride;
+        wait_copies_but(0);
         __syncthreads();
         float scores[8][4], slants[8][4];
-        product_abt(scores, query + warp * 16 * ROW, now);
-        product_abt(slants, slope + warp * 16 * ROW, now + TILE * ROW);
+        product_abt(scores, query + warp * 16 * ROW, key);
+        product_abt(slants, slope + warp * 16 * ROW, value);
+        __syncthreads();
+        if (left > 0) copy_tile(value, v + from, key_stride, left);
         bool masks = (block + 1) * TILE - 1 > tile.w + warp * 16;
 #pragma unroll
         for (int n = 0; n < 8; n++)
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                int key = block * TILE + n * 8 + pair + (i & 1);
+                int at = block * TILE + n * 8 + pair + (i & 1);
                 float weight = power2(scores[n][i] * unit - log_sum[i >> 1]);
-                if (masks && key > tile.w + row + (i >> 1) * 8) weight = 0.0f;
+                if (masks && at > tile.w + row + (i >> 1) * 8) weight = 0.0f;
                 scores[n][i] = weight * (slants[n][i] - mean[i >> 1]);
             }
-        product_ab<HEAD_DIM>(sums, scores, now);
+        product_ab<HEAD_DIM>(sums, scores, key);
         __syncthreads();
+        if (left > 0) copy_tile(key, k + from, key_stride, left);
+        commit_copies();
     }
 
 #pragma unroll
@@ -477,5 +477,24 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int i = 0; i < OWN_PAIRS; i++) {
         *reinterpret_cast<u32*>(grad + own + KEYS_AT + (i * 32 + lane) * 2) = pack(key_sum[i][0], key_sum[i][1]);
         *reinterpret_cast<u32*>(grad + own + VALUES_AT + (i * 32 + lane) * 2) = pack(value_sum[i][0], value_sum[i][1]);
+    }
+}
+
+// out[t] = the sum over steps k of row t - k of step k: what the embedding of chain t's first token did at all steps that
+// embed it. Keys and values from step `first_key_step` on. Rows of another document are 0, being unsupervised.
+extern "C" __global__ void __launch_bounds__(256)
+    sum_shifted(const bf16* grad, int chains, int steps, int first_key_step, bf16* out) {
+    int chain = blockIdx.x;
+    for (int column = threadIdx.x * 8; column < WIDTH; column += 256 * 8) {
+        Eight sum;
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum.v[j] = 0.0f;
+        int last = steps - 1 < chain ? steps - 1 : chain;
+        for (int step = column < KEYS_AT ? 0 : first_key_step; step <= last; step++) {
+            Eight more = load8(grad + ((i64)step * chains + chain - step) * WIDTH + column);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum.v[j] += more.v[j];
+        }
+        store8(out + (i64)chain * WIDTH + column, sum);
     }
 }
