@@ -5,6 +5,7 @@
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -67,7 +68,6 @@ struct Plan {
     right: sys::cublasLtMatrixLayout_t,
     added: sys::cublasLtMatrixLayout_t,
     output: sys::cublasLtMatrixLayout_t,
-    algorithm: Option<sys::cublasLtMatmulAlgo_t>,
 }
 
 impl Drop for Plan {
@@ -85,7 +85,7 @@ impl Drop for Plan {
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
     workspace: CudaSlice<u8>,
-    plans: RefCell<HashMap<Key, Plan>>,
+    plans: RefCell<HashMap<Key, (Plan, sys::cublasLtMatmulAlgo_t)>>,
 }
 
 impl Drop for Products {
@@ -128,7 +128,6 @@ impl Plan {
             right: layout(input, right_rows, right_columns, key.strides[0])?,
             added: layout(data_type, n, m, key.strides[2])?,
             output: layout(data_type, n, m, key.strides[3])?,
-            algorithm: None,
         };
         for (attribute, transposed) in [
             (sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA, left_transposed),
@@ -229,13 +228,14 @@ impl Device {
             [left.stride, right.stride, added.map_or(output.stride, |added| added.stride), output.stride];
         let key = Key { form, size: [m, n, k], strides, wide: T::IS_WIDE, adds: added.is_some() };
         let mut plans = self.products.plans.borrow_mut();
-        if !plans.contains_key(&key) {
-            let mut plan = Plan::new(&key, T::TYPE)?;
-            plan.algorithm = Some(self.choose(&plan, left, right, output)?);
-            plans.insert(key, plan);
-        }
-        let plan = &plans[&key];
-        let Some(algorithm) = &plan.algorithm else { return Ok(()) };
+        let (plan, algorithm) = match plans.entry(key) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let plan = Plan::new(&key, T::TYPE)?;
+                let algorithm = self.choose(&plan, left, right, output)?;
+                entry.insert((plan, algorithm))
+            }
+        };
         self.multiply(plan, algorithm, left, right, added, output)?;
         self.count_operations(2.0 * m as f64 * n as f64 * k as f64);
         self.lap(|| format!("product {form:?} {m} x {n} x {k}"))
