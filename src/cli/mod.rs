@@ -9,6 +9,7 @@ use clap::{Parser, Subcommand};
 
 use crate::config::Config;
 
+mod bench;
 mod config;
 mod demo;
 mod heads;
@@ -40,6 +41,8 @@ enum Command {
     Replay(replay::ReplayCommand),
     /// Train a candidate head on what was captured
     Train(train::TrainCommand),
+    /// Measure the training step on a GPU
+    Bench(bench::BenchCommand),
     /// Score a head on the held-out conversations: expected acceptance for each position
     Eval(train::EvalCommand),
     /// Push a head into a running vLLM, verified
@@ -120,6 +123,7 @@ pub fn main() -> ExitCode {
         Command::Serve(command) => command.run(),
         Command::Replay(command) => command.run(),
         Command::Train(command) => command.run(),
+        Command::Bench(command) => command.run(),
         Command::Eval(command) => command.run(),
         Command::Swap(command) => command.run(),
         Command::Vllm(command) => command.run(),
