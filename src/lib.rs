@@ -1,5 +1,6 @@
 //! Put it in front of vLLM: it records traffic, trains the EAGLE-3 draft head on it, and swaps the better head in.
 
+pub mod backfill;
 pub mod cli;
 pub mod compute;
 pub mod config;

@@ -315,9 +315,9 @@ fn lab(change: impl FnOnce(&mut CollectorOptions), tokenizer: bool) -> Lab {
 fn lab_in(transfer: tempfile::TempDir, change: impl FnOnce(&mut CollectorOptions), tokenizer: bool) -> Lab {
     let store = tempfile::tempdir().unwrap();
     let mut options = CollectorOptions::new(transfer.path());
-    options.layer_ids = Some(vec![2, 30]);
-    options.hidden_size = Some(HIDDEN);
-    options.vocab_size = Some(1000);
+    options.expected.layer_ids = Some(vec![2, 30]);
+    options.expected.hidden_size = Some(HIDDEN);
+    options.expected.vocab_size = Some(1000);
     change(&mut options);
     let (sender, outcomes) = channel();
     let writer = StateStore::open(store.path(), StoreOptions::default()).unwrap();

@@ -9,12 +9,14 @@ use clap::{Parser, Subcommand};
 
 use crate::config::Config;
 
+mod bench;
 mod config;
 mod demo;
 mod heads;
 mod records;
 mod replay;
 mod serve;
+mod states;
 mod swap;
 mod train;
 mod vllm;
@@ -39,6 +41,8 @@ enum Command {
     Replay(replay::ReplayCommand),
     /// Train a candidate head on what was captured
     Train(train::TrainCommand),
+    /// Measure the training step on a GPU
+    Bench(bench::BenchCommand),
     /// Score a head on the held-out conversations: expected acceptance for each position
     Eval(train::EvalCommand),
     /// Push a head into a running vLLM, verified
@@ -51,6 +55,8 @@ enum Command {
     Heads(heads::HeadsCommand),
     /// Look into the captured records
     Records(records::RecordsCommand),
+    /// Fill in hidden states where vLLM runs without the plugin
+    States(states::StatesCommand),
     /// Check, show or describe the configuration
     Config(config::ConfigCommand),
 }
@@ -95,6 +101,13 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_multi_thread().enable_all().build()?)
 }
 
+/// Resolves at Ctrl-C. Without a signal handler Ctrl-C ends the process at once, which no command minds.
+async fn interrupted() {
+    if tokio::signal::ctrl_c().await.is_err() {
+        std::future::pending::<()>().await;
+    }
+}
+
 /// Logs go to standard error, so that standard output holds reports alone. `RUST_LOG` chooses what is told.
 fn log_to_standard_error() {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
@@ -110,12 +123,14 @@ pub fn main() -> ExitCode {
         Command::Serve(command) => command.run(),
         Command::Replay(command) => command.run(),
         Command::Train(command) => command.run(),
+        Command::Bench(command) => command.run(),
         Command::Eval(command) => command.run(),
         Command::Swap(command) => command.run(),
         Command::Vllm(command) => command.run(),
         Command::Demo(command) => command.run(),
         Command::Heads(command) => command.run(),
         Command::Records(command) => command.run(),
+        Command::States(command) => command.run(),
         Command::Config(command) => command.run(),
     };
     match result {

@@ -66,12 +66,7 @@ impl ReplayCommand {
         options.model = self.model;
         options.stream = self.stream;
         options.fresh = self.fresh;
-        let report = super::runtime()?.block_on(replay::run(options, async {
-            // Without a signal handler Ctrl-C ends the process at once, which the journal survives.
-            if tokio::signal::ctrl_c().await.is_err() {
-                std::future::pending::<()>().await;
-            }
-        }))?;
+        let report = super::runtime()?.block_on(replay::run(options, super::interrupted()))?;
         if self.json {
             println!("{}", serde_json::to_string_pretty(&report)?);
         } else {

@@ -1,4 +1,4 @@
-//! The few operations that the training step needs, on the CPU.
+//! The few operations that the training step needs, on the CPU; [`cuda`] has those of a GPU.
 //!
 //! Matrix products go through `gemm`, element-wise work is parallel by rows through rayon and dispatched at run time to
 //! the widest vector unit. Nothing here allocates: callers own every buffer and keep it from step to step, since fresh
@@ -8,6 +8,7 @@
 //! All matrices are row-major. Lengths that do not fit are a bug of the caller and panic with the sizes, as slice
 //! indexing does.
 
+pub mod cuda;
 mod lanes;
 mod product;
 mod real;

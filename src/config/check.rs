@@ -20,6 +20,17 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
         "give vLLM's address as http://HOST:PORT, without a path",
     )?;
 
+    for route in &config.proxy.allow_routes {
+        let plain = route.starts_with('/') && !route.contains(['?', '#', '%']);
+        let braces = route.replace("{}", "").contains(['{', '}']);
+        require(
+            plain && !braces,
+            "proxy.allow_routes",
+            route,
+            "give each path as vLLM spells it: from its / on, without a query or percent signs, {} for one segment",
+        )?;
+    }
+
     let control = config.control.listen;
     require(
         control.ip().is_loopback(),

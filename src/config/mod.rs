@@ -52,14 +52,30 @@ pub struct ProxyConfig {
     pub listen: SocketAddr,
     /// vLLM's own address: `http://HOST:PORT`, no path.
     pub upstream: String,
-    /// Let clients reach vLLM's control routes (pause, weights, rpc, sleep, profile). Dangerous.
-    pub allow_control_routes: bool,
+    /// Which of vLLM's routes the client port passes; the others are answered 403.
+    pub routes: Routes,
+    /// More paths to pass, control routes too, as vLLM spells them; `{}` stands for one segment: `/metrics`,
+    /// `/adapters/{}`.
+    pub allow_routes: Vec<String>,
     /// The largest request body of a recorded route, in bytes; a larger one is answered 413.
     pub max_request_bytes: usize,
     /// The largest part of an answer that is kept for recording, in bytes. The client always gets all of it.
     pub max_recorded_bytes: usize,
     /// How long streams may finish after SIGTERM, in seconds.
     pub drain_seconds: u64,
+}
+
+/// Which of vLLM's routes clients reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Routes {
+    /// vLLM's inference routes alone: generation, pooling, tokens, audio, models, version and health.
+    Inference,
+    /// Everything but what acts on the server or tells of its inside (pause, weights, rpc, sleep, profile, adapters,
+    /// load, metrics).
+    AllButControl,
+    /// Everything. Dangerous.
+    All,
 }
 
 /// Where token ids come from.
@@ -173,7 +189,8 @@ impl Default for ProxyConfig {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
             upstream: "http://127.0.0.1:8000".to_owned(),
-            allow_control_routes: false,
+            routes: Routes::Inference,
+            allow_routes: Vec::new(),
             max_request_bytes: 32 << 20,
             max_recorded_bytes: 64 << 20,
             drain_seconds: 60,
@@ -353,6 +370,9 @@ mod tests {
         let cases = [
             ("proxy.upstream", "[proxy]\nupstream = \"127.0.0.1:8000\"\n"),
             ("proxy.upstream", "[proxy]\nupstream = \"http://127.0.0.1:8000/v1\"\n"),
+            ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/metrics\", \"v1/x\"]\n"),
+            ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/x?y=1\"]\n"),
+            ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/v1/files/{id}\"]\n"),
             ("control.listen", "[control]\nlisten = \"0.0.0.0:8081\"\n"),
             ("control.listen", "[control]\nlisten = \"127.0.0.1:8080\"\n"),
             ("data.held_out_fraction", "[data]\nheld_out_fraction = 1.5\n"),

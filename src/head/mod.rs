@@ -22,7 +22,9 @@ pub use checkpoint::{Head, HeadDtype, WriteOptions};
 pub use compatible::{Fixed, Incompatible, check_swap};
 pub use config_file::{HeadFormat, KeptFields, VerifierReference};
 pub use error::HeadError;
+
 pub use fresh::{FreshOptions, OutputHead, fresh_head};
+pub(crate) use random::normal;
 pub use tensor_file::TensorSource;
 pub use verifier::{VerifierIdentity, VerifierShape, file_digest};
 pub use vocabulary::{check_draft_ids, draft_vocabulary, vocabulary_digest};

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
+use http_body_util::{Either, Full};
 use hyper::HeaderMap;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use jiff::Timestamp;
@@ -187,14 +188,10 @@ impl Drop for Flight {
     }
 }
 
-/// The body that the client gets.
-pub(super) enum ClientBody {
-    /// Made or restored here, whole.
-    Whole(Option<Bytes>),
-    /// Passed on chunk by chunk.
-    Passing(Box<Passing>),
-}
+/// The body that the client gets: made or restored here and whole, or passed on chunk by chunk.
+pub(super) type ClientBody = Either<Full<Bytes>, Passing>;
 
+/// vLLM's answer on its way.
 pub(super) struct Passing {
     upstream: Incoming,
     restorer: Option<StreamRestorer>,
@@ -202,18 +199,20 @@ pub(super) struct Passing {
     flight: Flight,
 }
 
-impl ClientBody {
-    pub(super) fn whole(bytes: Bytes) -> Self {
-        ClientBody::Whole(Some(bytes).filter(|content| !content.is_empty()))
-    }
-
-    pub(super) fn passing(upstream: Incoming, restorer: Option<StreamRestorer>, flight: Flight) -> Self {
-        ClientBody::Passing(Box::new(Passing { upstream, restorer, over: false, flight }))
+impl Passing {
+    pub(super) fn new(upstream: Incoming, restorer: Option<StreamRestorer>, flight: Flight) -> Self {
+        Self { upstream, restorer, over: false, flight }
     }
 }
 
-impl Passing {
-    fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+impl Body for Passing {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
         loop {
             if self.over {
                 return Poll::Ready(None);
@@ -252,6 +251,14 @@ impl Passing {
             }
         }
     }
+
+    fn is_end_stream(&self) -> bool {
+        self.over || (self.restorer.is_none() && self.upstream.is_end_stream())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        if self.restorer.is_some() { SizeHint::default() } else { self.upstream.size_hint() }
+    }
 }
 
 impl Drop for Passing {
@@ -259,40 +266,6 @@ impl Drop for Passing {
         // With a known length hyper asks for no frame after the last.
         if !self.over && self.upstream.is_end_stream() {
             self.flight.whole();
-        }
-    }
-}
-
-impl Body for ClientBody {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match &mut *self {
-            ClientBody::Whole(bytes) => Poll::Ready(bytes.take().map(|content| Ok(Frame::data(content)))),
-            ClientBody::Passing(passing) => passing.poll_next(context),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        match self {
-            ClientBody::Whole(bytes) => bytes.is_none(),
-            ClientBody::Passing(passing) => {
-                passing.over || (passing.restorer.is_none() && passing.upstream.is_end_stream())
-            }
-        }
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match self {
-            ClientBody::Whole(bytes) => {
-                SizeHint::with_exact(bytes.as_ref().map_or(0, |content| content.len() as u64))
-            }
-            ClientBody::Passing(passing) if passing.restorer.is_some() => SizeHint::default(),
-            ClientBody::Passing(passing) => passing.upstream.size_hint(),
         }
     }
 }

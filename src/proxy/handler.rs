@@ -4,19 +4,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http_body_util::BodyExt;
+use http_body_util::{BodyExt, Either, Full};
 use hyper::body::{Body, Incoming};
 use hyper::header::{self, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::{HeaderMap, Method, Request, Response, StatusCode, Uri};
 
-use super::body::{ClientBody, Flight, Recording};
+use super::body::{ClientBody, Flight, Passing, Recording};
 use super::errors::error_response;
 use super::headers::{self, REQUEST_ID};
 use super::ids::RequestIds;
 use super::observer::{Endpoint, Observer};
 use super::routes::{Route, route};
-use super::upstream::{Head, Upstream, UpstreamBody};
+use super::upstream::{Head, Upstream};
+use crate::config::Routes;
 use crate::openai::Status;
 use crate::openai::exchange::is_event_stream;
 use crate::openai::ids::{StreamRestorer, ask_for_ids, restore_json};
@@ -26,10 +27,10 @@ use crate::openai::ids::{StreamRestorer, ask_for_ids, restore_json};
 pub struct ProxyOptions {
     /// vLLM's address, `http://host:port`; a path goes before each request's path.
     pub upstream: Uri,
-    /// Let vLLM's control routes through on the client port.
-    pub allow_control_routes: bool,
-    /// More paths to refuse, each with what may stand before it.
-    pub extra_control_routes: Vec<String>,
+    /// Which of vLLM's routes pass.
+    pub routes: Routes,
+    /// More paths that pass, as vLLM spells them; `{}` stands for one segment.
+    pub allow_routes: Vec<String>,
     /// Ask vLLM for token ids on the client's behalf and take them out of the answer: the mode without the plugin.
     pub inject_token_ids: bool,
     /// The largest body of a recorded request, in bytes.
@@ -42,12 +43,12 @@ pub struct ProxyOptions {
 }
 
 impl ProxyOptions {
-    /// The defaults: 32 MiB requests, 64 MiB captured, 5 s to connect, 30 s to drain, control routes refused.
+    /// The defaults: 32 MiB requests, 64 MiB captured, 5 s to connect, 30 s to drain, inference routes alone.
     pub fn new(upstream: Uri) -> Self {
         Self {
             upstream,
-            allow_control_routes: false,
-            extra_control_routes: Vec::new(),
+            routes: Routes::Inference,
+            allow_routes: Vec::new(),
             inject_token_ids: false,
             max_request_bytes: 32 << 20,
             max_capture_bytes: 64 << 20,
@@ -98,12 +99,13 @@ impl Proxy {
 
     pub(super) async fn handle(&self, request: Request<Incoming>) -> Response<ClientBody> {
         let (parts, body) = request.into_parts();
-        let found = route(&parts.method, parts.uri.path(), &self.options.extra_control_routes);
-        let mut flight = Flight::new(found);
-        if found == Route::Control && !self.options.allow_control_routes {
+        let path = parts.uri.path();
+        let found = route(&parts.method, path, self.options.routes, &self.options.allow_routes);
+        let flight = Flight::new(found);
+        if found == Route::Refused {
             let message = format!(
-                "{} is a control route of vLLM and is not served on the client port; call vLLM itself, or allow control routes in the configuration",
-                parts.uri.path()
+                "{path} is not served on the client port, which passes vLLM's inference routes; \
+                 call vLLM itself, or name the path in proxy.allow_routes"
             );
             return own_answer(flight, StatusCode::FORBIDDEN, &message, Status::ClientError);
         }
@@ -125,17 +127,10 @@ impl Proxy {
             // Other routes that generate would else be free to take the id of a recorded request.
             set_request_id(&mut head.headers, &self.ids.choose(&parts.headers));
         }
-        let upstream_body = if body.is_end_stream() {
-            UpstreamBody::whole(Bytes::new())
-        } else {
-            UpstreamBody::Streamed(body)
-        };
+        let upstream_body = if body.is_end_stream() { whole(Bytes::new()) } else { Either::Right(body) };
         match self.upstream.send(&head, upstream_body).await {
             Ok(response) => pass_on(response, None, flight),
-            Err(error) => {
-                flight.ended(Status::UpstreamError);
-                self.unreachable(flight, &error)
-            }
+            Err(error) => self.unreachable(flight, &error),
         }
     }
 
@@ -186,12 +181,12 @@ impl Proxy {
         let injected =
             if self.options.inject_token_ids && !encoded { ask_for_ids(&client_body) } else { None };
         let Some(edited) = injected else {
-            return match self.upstream.send(&head, UpstreamBody::whole(client_body)).await {
+            return match self.upstream.send(&head, whole(client_body)).await {
                 Ok(response) => pass_on(response, None, flight),
                 Err(error) => self.unreachable(flight, &error),
             };
         };
-        let response = match self.upstream.send(&head, UpstreamBody::whole(Bytes::from(edited))).await {
+        let response = match self.upstream.send(&head, whole(Bytes::from(edited))).await {
             Ok(response) => response,
             Err(error) => return self.unreachable(flight, &error),
         };
@@ -199,7 +194,7 @@ impl Proxy {
             // vLLM's words on a bad request speak of its fields ("dict of 2 items", byte positions): let it judge the
             // client's own body.
             drop(response);
-            return match self.upstream.send(&head, UpstreamBody::whole(client_body)).await {
+            return match self.upstream.send(&head, whole(client_body)).await {
                 Ok(second) => pass_on(second, None, flight),
                 Err(error) => self.unreachable(flight, &error),
             };
@@ -226,9 +221,7 @@ impl Proxy {
         } else {
             format!("vLLM at {authority} closed the connection before it answered ({cause}); see vLLM's log")
         };
-        let mut unanswered = flight;
-        unanswered.ended(Status::UpstreamError);
-        own_answer(unanswered, StatusCode::BAD_GATEWAY, &message, Status::UpstreamError)
+        own_answer(flight, StatusCode::BAD_GATEWAY, &message, Status::UpstreamError)
     }
 }
 
@@ -245,20 +238,20 @@ fn pass_on(
         kept.remove(header::CONTENT_LENGTH);
     }
     // An answer to HEAD ends with its head though its length speaks of more.
-    answer(parts.status, kept, ClientBody::passing(body, restorer, flight))
+    answer(parts.status, kept, Either::Right(Passing::new(body, restorer, flight)))
 }
 
 /// Takes the ids out of an answer that comes whole; its length changes, so it must be whole first.
 async fn restore_whole(response: Response<Incoming>, mut flight: Flight) -> Response<ClientBody> {
     let (parts, mut body) = response.into_parts();
     flight.answered(parts.status.as_u16(), &parts.headers);
-    let mut whole = BytesMut::new();
+    let mut received = BytesMut::new();
     while let Some(next) = body.frame().await {
         match next {
             Ok(frame) => {
                 if let Some(data) = frame.data_ref() {
                     flight.received(data);
-                    whole.extend_from_slice(data);
+                    received.extend_from_slice(data);
                 }
             }
             Err(error) => {
@@ -267,16 +260,16 @@ async fn restore_whole(response: Response<Incoming>, mut flight: Flight) -> Resp
                 flight.ended(Status::Truncated);
                 let (head, content) = error_response(StatusCode::BAD_GATEWAY, &message).into_parts();
                 flight.sent(content.len());
-                return answer(head.status, head.headers, ClientBody::whole(content));
+                return answer(head.status, head.headers, whole(content));
             }
         }
     }
-    let restored = restore_json(&whole);
+    let restored = restore_json(&received);
     let mut kept = headers::end_to_end(&parts.headers);
     kept.remove(header::CONTENT_LENGTH);
     flight.sent(restored.len());
     flight.whole();
-    answer(parts.status, kept, ClientBody::whole(Bytes::from(restored)))
+    answer(parts.status, kept, whole(Bytes::from(restored)))
 }
 
 /// An answer that the proxy itself gives.
@@ -290,7 +283,7 @@ fn own_answer(
     flight.answered(status.as_u16(), &parts.headers);
     flight.own_body(&content);
     flight.ended(transfer);
-    answer(parts.status, parts.headers, ClientBody::whole(content))
+    answer(parts.status, parts.headers, whole(content))
 }
 
 fn answer(status: StatusCode, kept: HeaderMap, body: ClientBody) -> Response<ClientBody> {
@@ -298,6 +291,11 @@ fn answer(status: StatusCode, kept: HeaderMap, body: ClientBody) -> Response<Cli
     *response.status_mut() = status;
     *response.headers_mut() = kept;
     response
+}
+
+/// A body that is all there.
+fn whole<R>(bytes: Bytes) -> Either<Full<Bytes>, R> {
+    Either::Left(Full::new(bytes))
 }
 
 fn set_request_id(kept: &mut HeaderMap, request_id: &str) {
@@ -318,7 +316,7 @@ async fn read_whole(mut body: Incoming, limit: usize) -> Result<Bytes, BodyFailu
         return Err(BodyFailure::TooLarge);
     }
     let mut seen = 0u64;
-    let mut whole = BytesMut::new();
+    let mut kept = BytesMut::new();
     while let Some(next) = body.frame().await {
         let frame = next.map_err(BodyFailure::ClientLeft)?;
         let Some(data) = frame.data_ref() else {
@@ -329,13 +327,13 @@ async fn read_whole(mut body: Incoming, limit: usize) -> Result<Bytes, BodyFailu
             return Err(BodyFailure::TooLarge);
         }
         if seen <= limit as u64 {
-            whole.extend_from_slice(data);
+            kept.extend_from_slice(data);
         }
     }
     if seen > limit as u64 {
         return Err(BodyFailure::TooLarge);
     }
-    Ok(whole.freeze())
+    Ok(kept.freeze())
 }
 
 fn innermost(error: &dyn std::error::Error) -> String {

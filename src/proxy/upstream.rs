@@ -8,7 +8,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use hyper::body::{Body, Frame, Incoming, SizeHint};
+use http_body_util::{Either, Full};
+use hyper::body::Incoming;
 use hyper::http::Extensions;
 use hyper::http::uri::{Authority, Scheme};
 use hyper::{HeaderMap, Method, Request, Response, Uri};
@@ -21,58 +22,8 @@ use tokio::net::TcpStream;
 /// vLLM closes a connection that was idle for 5 s; we let go before, so that it is seldom closed under a request.
 const POOL_IDLE: Duration = Duration::from_secs(4);
 
-/// A request's body on its way to vLLM.
-#[derive(Debug)]
-pub(super) enum UpstreamBody {
-    /// Whole, so the request can be sent a second time.
-    Whole(Option<Bytes>),
-    /// Passed on as it comes.
-    Streamed(Incoming),
-}
-
-impl UpstreamBody {
-    pub(super) fn whole(bytes: Bytes) -> Self {
-        UpstreamBody::Whole(Some(bytes).filter(|content| !content.is_empty()))
-    }
-
-    fn again(&self) -> Option<Self> {
-        match self {
-            UpstreamBody::Whole(bytes) => Some(UpstreamBody::Whole(bytes.clone())),
-            UpstreamBody::Streamed(_) => None,
-        }
-    }
-}
-
-impl Body for UpstreamBody {
-    type Data = Bytes;
-    type Error = hyper::Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        match &mut *self {
-            UpstreamBody::Whole(bytes) => Poll::Ready(bytes.take().map(|content| Ok(Frame::data(content)))),
-            UpstreamBody::Streamed(incoming) => Pin::new(incoming).poll_frame(context),
-        }
-    }
-
-    fn is_end_stream(&self) -> bool {
-        match self {
-            UpstreamBody::Whole(bytes) => bytes.is_none(),
-            UpstreamBody::Streamed(incoming) => incoming.is_end_stream(),
-        }
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        match self {
-            UpstreamBody::Whole(bytes) => {
-                SizeHint::with_exact(bytes.as_ref().map_or(0, |content| content.len() as u64))
-            }
-            UpstreamBody::Streamed(incoming) => incoming.size_hint(),
-        }
-    }
-}
+/// A request's body on its way to vLLM: whole, so that it can be sent a second time, or passed on as it comes.
+pub(super) type UpstreamBody = Either<Full<Bytes>, Incoming>;
 
 /// What is sent, apart from the body.
 #[derive(Clone, Debug)]
@@ -132,11 +83,13 @@ impl Upstream {
         head: &Head,
         body: UpstreamBody,
     ) -> Result<Response<Incoming>, hyper_util::client::legacy::Error> {
-        let mut next = Some(body);
+        let mut next = body;
         loop {
-            let body_now = next.take().unwrap_or(UpstreamBody::Whole(None));
-            let spare = body_now.again();
-            let mut request = Request::new(body_now);
+            let spare = match &next {
+                Either::Left(whole) => Some(whole.clone()),
+                Either::Right(_) => None,
+            };
+            let mut request = Request::new(next);
             *request.method_mut() = head.method.clone();
             *request.uri_mut() = head.uri.clone();
             *request.headers_mut() = head.headers.clone();
@@ -149,13 +102,13 @@ impl Upstream {
                 }
                 Err(error) => error,
             };
-            if spare.is_none() || error.is_connect() || !closed_while_idle(&error) {
+            let Some(again) = spare.filter(|_| !error.is_connect() && closed_while_idle(&error)) else {
                 return Err(error);
-            }
+            };
             // Each round uses up one pooled connection, so this ends.
             tracing::debug!(%error, "a reused connection to vLLM was closed; sending the request again");
             metrics::counter!("draftsmith_proxy_upstream_retries_total").increment(1);
-            next = spare;
+            next = Either::Left(again);
         }
     }
 }

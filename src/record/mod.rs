@@ -6,8 +6,8 @@
 //! Promises:
 //! - `begin`, `record`, `abandon` and `join` never wait for a disk. What does not fit the memory bound is dropped
 //!   and counted.
-//! - A row is in the WAL, synced, at most one flush interval (and the flush itself) after it was handed over. A crash
-//!   loses nothing older.
+//! - A row is in the WAL, synced, at most one flush interval after it was handed over, plus what the disk takes for that
+//!   flush and for one that is running then. A crash loses nothing older.
 //! - A request that had begun and was not finished when the process died becomes one row with status `proxy_restart`.
 //! - `records/` holds whole Parquet files and nothing else, and no row twice, wherever the process was killed.
 //! - A disk that fails costs rows at worst, never a request: errors are counted and the work is tried again.
@@ -24,7 +24,8 @@ mod writer;
 pub use columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema};
 pub use error::RecordError;
 pub use read::{
-    DayAcceptance, DayStats, FileCheck, Row, Rows, Stats, files, rows, stats, token_frequencies, verify,
+    DayAcceptance, DayStats, FileCheck, Row, Rows, Stats, files, newest_rows, rows, stats, token_frequencies,
+    verify,
 };
 pub use recorder::{Recorder, RecorderHandle, RecorderOptions, RecorderStats};
 pub use row::{Message, Record, Source, Split, Status, messages_from_json, now_micros};

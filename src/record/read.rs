@@ -100,6 +100,11 @@ pub fn rows(data: &DataDir) -> Result<Rows, RecordError> {
     Ok(Rows { files: files(data)?.into(), open: None, ready: VecDeque::new() })
 }
 
+/// As [`rows`], the newest file first.
+pub fn newest_rows(data: &DataDir) -> Result<Rows, RecordError> {
+    Ok(Rows { files: files(data)?.into_iter().rev().collect(), open: None, ready: VecDeque::new() })
+}
+
 #[derive(Debug)]
 pub struct Rows {
     files: VecDeque<PathBuf>,

@@ -165,9 +165,17 @@ pub(super) enum Item {
 
 #[derive(Default)]
 struct Queue {
-    /// Each with the bytes that it counts for.
-    items: VecDeque<(Item, usize)>,
+    items: VecDeque<Handed>,
     stopped: bool,
+}
+
+/// What was handed over.
+pub(super) struct Handed {
+    pub item: Item,
+    /// The bytes that it counts for.
+    pub held: usize,
+    /// The flush interval runs from here, even if the writer is busy with an earlier flush.
+    pub at: Instant,
 }
 
 pub(super) struct Shared {
@@ -186,7 +194,7 @@ impl Shared {
     }
 
     /// Waits for items until the deadline.
-    pub fn take(&self, deadline: Option<Instant>) -> VecDeque<(Item, usize)> {
+    pub fn take(&self, deadline: Option<Instant>) -> VecDeque<Handed> {
         let mut queue = self.queue();
         while queue.items.is_empty() {
             let Some(deadline) = deadline else {
@@ -214,7 +222,7 @@ impl Shared {
             self.release(bytes);
             return false;
         }
-        queue.items.push_back((item, bytes));
+        queue.items.push_back(Handed { item, held: bytes, at: Instant::now() });
         drop(queue);
         self.wake.notify_one();
         true
@@ -227,7 +235,7 @@ impl Shared {
             return false;
         }
         queue.stopped = matches!(item, Item::Stop(_));
-        queue.items.push_back((item, 0));
+        queue.items.push_back(Handed { item, held: 0, at: Instant::now() });
         drop(queue);
         self.wake.notify_one();
         true

@@ -116,8 +116,8 @@ impl Writer {
         loop {
             let items = self.shared.take(self.next_deadline());
             let mut left = false;
-            for (item, held) in items {
-                left |= !self.accept(item, held, Instant::now());
+            for handed in items {
+                left |= !self.accept(handed.item, handed.held, handed.at);
             }
             let failed = self.tick(Instant::now(), left);
             if left || (self.stopping && (failed || self.closing.is_empty())) {
@@ -143,23 +143,23 @@ impl Writer {
     }
 
     /// False when the recorder is to leave at once, without sealing.
-    fn accept(&mut self, item: Item, held: usize, now: Instant) -> bool {
+    fn accept(&mut self, item: Item, held: usize, at: Instant) -> bool {
         match item {
-            Item::Records(records) => self.accept_records(records, held, now),
+            Item::Records(records) => self.accept_records(records, held, at),
             Item::Begin(record) => {
                 let request_id = record.request_id.clone();
                 let frame = Frame::Begin(record);
-                self.append(&frame, held, now);
+                self.append(&frame, held, at);
                 if let Frame::Begin(record) = frame {
                     self.running.insert(request_id, record);
                 }
             }
             Item::Abandon(request_id) => {
                 if self.running.remove(&request_id).is_some() {
-                    self.append(&Frame::Abandon(request_id), held, now);
+                    self.append(&Frame::Abandon(request_id), held, at);
                 }
             }
-            Item::Join(join) => self.accept_join(join, held, now),
+            Item::Join(join) => self.accept_join(join, held, at),
             Item::Flush(reply) => self.flush_replies.push(reply),
             Item::Seal(reply) => self.accept_seal(reply),
             Item::Stop(Some(reply)) => {
@@ -171,7 +171,7 @@ impl Writer {
         true
     }
 
-    fn accept_records(&mut self, mut records: Vec<Record>, held: usize, now: Instant) {
+    fn accept_records(&mut self, mut records: Vec<Record>, held: usize, at: Instant) {
         let mut awaited = Vec::new();
         for record in &mut records {
             self.running.remove(&record.request_id);
@@ -188,7 +188,7 @@ impl Writer {
         }
         let rows = records.len() as u64;
         let statuses: Vec<&'static str> = records.iter().map(|record| record.status.as_str()).collect();
-        if !self.append(&Frame::Records(records), held, now) {
+        if !self.append(&Frame::Records(records), held, at) {
             self.shared.counters.dropped_rows.fetch_add(rows, Relaxed);
             return;
         }
@@ -204,10 +204,10 @@ impl Writer {
         }
     }
 
-    fn accept_join(&mut self, join: Join, held: usize, now: Instant) {
+    fn accept_join(&mut self, join: Join, held: usize, at: Instant) {
         let key = (join.request_id.clone(), join.choice_index);
         let Some(sequence) = self.waiting.remove(&key) else {
-            let until = now + self.options.join_timeout;
+            let until = at + self.options.join_timeout;
             if let Some((_, _, replaced)) = self.early.insert(key, (join, until, held)) {
                 self.shared.release(replaced);
             }
@@ -220,7 +220,7 @@ impl Writer {
             return;
         };
         segment.waiting.remove(&key);
-        if let Err(error) = segment.append(&Frame::Join(join), held, now) {
+        if let Err(error) = segment.append(&Frame::Join(join), held, at) {
             tracing::warn!(%error, "token ids cannot be written");
             self.shared.release(held);
             return;

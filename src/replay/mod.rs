@@ -16,6 +16,7 @@ mod runner;
 pub mod support;
 
 pub use dataset::{BadRow, Dataset, DatasetOptions, ReplayItem};
+pub(crate) use runner::progress_bar;
 pub use runner::{Report, RunOptions, Shard, Split, journal_path, run};
 
 use std::io;

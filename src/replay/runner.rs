@@ -292,7 +292,8 @@ fn check(options: &RunOptions) -> Result<(), ReplayError> {
     Ok(())
 }
 
-fn progress_bar(limit: Option<usize>) -> ProgressBar {
+/// Counts rows on a terminal.
+pub(crate) fn progress_bar(limit: Option<usize>) -> ProgressBar {
     // Hidden by itself where standard error is no terminal.
     let (bar, template) = match limit {
         Some(limit) => (ProgressBar::new(limit as u64), "{elapsed_precise} {wide_bar} {pos}/{len} {msg}"),

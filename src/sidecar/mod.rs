@@ -33,8 +33,6 @@ use rows::{RowOptions, rows, signed_ids};
 const PARSE_QUEUE: usize = 4096;
 /// How long vLLM may take to answer the readiness probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
-/// The share of the states' quota that held-out samples may take.
-const HELD_OUT_QUOTA_SHARE: u64 = 4;
 
 /// Serves until SIGTERM or SIGINT, then drains streams, seals the records and returns.
 pub async fn serve(config: Config) -> anyhow::Result<()> {
@@ -59,7 +57,8 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let observer = start_observer(recorder.clone(), collector, row_options)?;
 
     let mut options = ProxyOptions::new(config.proxy.upstream.parse().context("proxy.upstream")?);
-    options.allow_control_routes = config.proxy.allow_control_routes;
+    options.routes = config.proxy.routes;
+    options.allow_routes = config.proxy.allow_routes.clone();
     options.inject_token_ids = config.record.enabled && config.record.token_ids == TokenIds::Request;
     options.max_request_bytes = config.proxy.max_request_bytes;
     options.max_capture_bytes = config.proxy.max_recorded_bytes;
@@ -137,21 +136,14 @@ fn start_collector(
     let mut tokenizer = None;
     if let Some(directory) = &config.verifier.directory {
         let shape = VerifierShape::read(directory)?;
-        options.hidden_size = Some(shape.hidden_size);
-        options.vocab_size = Some(shape.vocab_size);
+        options.expected.hidden_size = Some(shape.hidden_size);
+        options.expected.vocab_size = Some(shape.vocab_size);
         let path = directory.join("tokenizer.json");
         let loaded = tokenizers::Tokenizer::from_file(&path)
             .map_err(|error| anyhow::anyhow!("tokenizer {}: {error}", path.display()))?;
         tokenizer = Some(loaded);
     }
-    let store = StateStore::open(
-        &data.states(),
-        StoreOptions {
-            shard_bytes: config.states.shard_bytes,
-            quota_bytes: config.states.quota_bytes,
-            held_out_quota_bytes: config.states.quota_bytes / HELD_OUT_QUOTA_SHARE,
-        },
-    )?;
+    let store = StateStore::open(&data.states(), StoreOptions::of(&config.states))?;
     let collector = Collector::start(options, store, tokenizer, move |outcome| {
         recorder.join(Join {
             request_id: outcome.request_id,

@@ -15,26 +15,22 @@ use std::time::{Duration, Instant, SystemTime};
 use notify::Watcher;
 use tokenizers::Tokenizer;
 
-use super::store::now_milliseconds;
-use super::transfer::{self, Drafting, TransferError, TransferFile, TransferName};
-use super::{SampleHeader, StateDtype, StateStore, StatesError, StoreStats};
+use super::accept::{self, Expected, OutcomeStatus, SampleKey};
+use super::transfer::{self, Drafting, TransferFile, TransferName};
+use super::{StateStore, StatesError, StoreStats, remove};
 
 /// Requests and file events that may wait for the thread. A full queue drops requests (counted), never blocks a caller.
 const QUEUE: usize = 16_384;
 
-/// How the collector works, and what a file must be like.
+/// How the collector works.
 #[derive(Clone, Debug)]
 pub struct CollectorOptions {
     /// Where the plugin publishes; must exist. Nothing outside it is read.
     pub transfer_directory: PathBuf,
     /// How long a file waits for its request, and a request for its files.
     pub time_out: Duration,
-    /// The layer ids that each file must have, in this order; None: any, but the same ones in all files.
-    pub layer_ids: Option<Vec<u32>>,
-    /// H; None: as the first file has it.
-    pub hidden_size: Option<usize>,
-    /// V; ids must be below. None: not checked.
-    pub vocab_size: Option<usize>,
+    /// What a file must be like.
+    pub expected: Expected,
     /// A larger file is refused unread.
     pub max_file_bytes: u64,
 }
@@ -44,9 +40,7 @@ impl CollectorOptions {
         Self {
             transfer_directory: transfer_directory.into(),
             time_out: Duration::from_secs(60),
-            layer_ids: None,
-            hidden_size: None,
-            vocab_size: None,
+            expected: Expected::default(),
             max_file_bytes: 4 << 30,
         }
     }
@@ -91,66 +85,6 @@ pub struct Outcome {
     /// sha256 of the one draft head that drafted the whole answer; None where it is not known, or was swapped meanwhile.
     pub head_digest: Option<String>,
     pub status: OutcomeStatus,
-}
-
-/// Why a sample was stored or not; also the reasons by which failures are counted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum OutcomeStatus {
-    Stored,
-    /// No file came in time.
-    #[default]
-    Missing,
-    /// No request came in time.
-    Unmatched,
-    /// The request wants no states.
-    NotWanted,
-    /// The request has no such choice.
-    UnexpectedChoice,
-    /// Not published by the plugin, as the name shows.
-    BadName,
-    Unreadable,
-    Format,
-    Checksum,
-    /// Rows, ids or layers do not fit each other, or the ids inside and in the name differ.
-    Shape,
-    /// Not the layers of this deployment.
-    Layers,
-    /// Not the hidden size of this deployment.
-    HiddenSize,
-    /// An id is not in the vocabulary.
-    Vocabulary,
-    /// The ids do not decode to what was recorded.
-    Text,
-    NotFinite,
-    Duplicate,
-    TooLarge,
-    /// The store could not be written.
-    StoreError,
-}
-
-impl OutcomeStatus {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Stored => "stored",
-            Self::Missing => "missing",
-            Self::Unmatched => "unmatched",
-            Self::NotWanted => "not_wanted",
-            Self::UnexpectedChoice => "unexpected_choice",
-            Self::BadName => "bad_name",
-            Self::Unreadable => "unreadable",
-            Self::Format => "format",
-            Self::Checksum => "checksum",
-            Self::Shape => "shape",
-            Self::Layers => "layers",
-            Self::HiddenSize => "hidden_size",
-            Self::Vocabulary => "vocabulary",
-            Self::Text => "text",
-            Self::NotFinite => "not_finite",
-            Self::Duplicate => "duplicate",
-            Self::TooLarge => "too_large",
-            Self::StoreError => "store_error",
-        }
-    }
 }
 
 /// Counts since the start.
@@ -486,12 +420,7 @@ impl Worker {
             Ok(file) => file,
             Err(error) => {
                 tracing::warn!(file = %path.display(), "states file {error}");
-                outcome.status = match error {
-                    TransferError::Unreadable(_) => OutcomeStatus::Unreadable,
-                    TransferError::Format(_) => OutcomeStatus::Format,
-                    TransferError::Checksum { .. } => OutcomeStatus::Checksum,
-                    TransferError::Shape(_) => OutcomeStatus::Shape,
-                };
+                outcome.status = OutcomeStatus::from(&error);
                 return outcome;
             }
         };
@@ -509,9 +438,18 @@ impl Worker {
         outcome.output_ids = file.token_ids[file.prompt_length..].to_vec();
         outcome.drafting = file.drafting;
         outcome.head_digest = file.head_digest.clone().filter(|_| !file.head_swapped);
-        outcome.status = match self.check_states(&file) {
-            Ok(()) => self.store(summary, choice_index, &file),
-            Err(status) => status,
+        outcome.status = match u32::try_from(choice_index) {
+            Ok(choice_index) => {
+                let key = SampleKey {
+                    request_id: &summary.request_id,
+                    choice_index,
+                    conversation_id: &summary.conversation_id,
+                    source: &summary.source,
+                    held_out: summary.held_out,
+                };
+                accept::check_and_store(&mut self.store, &mut self.options.expected, key, &file)
+            }
+            Err(_) => OutcomeStatus::UnexpectedChoice,
         };
         if outcome.status != OutcomeStatus::Stored {
             tracing::warn!(
@@ -524,11 +462,7 @@ impl Worker {
     }
 
     fn check_ids(&self, file: &TransferFile, text: &ChoiceText) -> Result<(), OutcomeStatus> {
-        if let Some(vocab_size) = self.options.vocab_size
-            && file.token_ids.iter().any(|id| *id as usize >= vocab_size)
-        {
-            return Err(OutcomeStatus::Vocabulary);
-        }
+        self.options.expected.check_ids(&file.token_ids)?;
         let Some(tokenizer) = &self.tokenizer else { return Ok(()) };
         if text.has_tool_calls {
             return Ok(());
@@ -544,54 +478,6 @@ impl Worker {
             }
         }
         Err(OutcomeStatus::Text)
-    }
-
-    fn check_states(&mut self, file: &TransferFile) -> Result<(), OutcomeStatus> {
-        if self.options.layer_ids.as_ref().is_some_and(|wanted| *wanted != file.layer_ids) {
-            return Err(OutcomeStatus::Layers);
-        }
-        if self.options.hidden_size.is_some_and(|wanted| wanted != file.hidden) {
-            return Err(OutcomeStatus::HiddenSize);
-        }
-        if !all_finite(file.dtype, &file.states) {
-            return Err(OutcomeStatus::NotFinite);
-        }
-        // Where nothing was configured, the first good file decides.
-        self.options.layer_ids.get_or_insert_with(|| file.layer_ids.clone());
-        self.options.hidden_size.get_or_insert(file.hidden);
-        Ok(())
-    }
-
-    fn store(&mut self, summary: &RequestSummary, choice_index: usize, file: &TransferFile) -> OutcomeStatus {
-        let Ok(choice) = u32::try_from(choice_index) else { return OutcomeStatus::UnexpectedChoice };
-        let header = SampleHeader {
-            request_id: summary.request_id.clone(),
-            choice_index: choice,
-            conversation_id: summary.conversation_id.clone(),
-            source: summary.source.clone(),
-            held_out: summary.held_out,
-            prompt_length: file.prompt_length,
-            rows: file.rows,
-            layers: file.layers,
-            hidden: file.hidden,
-            dtype: file.dtype,
-            layer_ids: file.layer_ids.clone(),
-            head_digest: file.head_digest.clone(),
-            captured_at: now_milliseconds(),
-        };
-        match self.store.append(&header, &file.token_ids, &file.states) {
-            Ok(()) => {
-                let tokens = file.token_ids.len() - file.prompt_length;
-                metrics::counter!("draftsmith_states_output_tokens_total").increment(tokens as u64);
-                OutcomeStatus::Stored
-            }
-            Err(StatesError::Duplicate { .. }) => OutcomeStatus::Duplicate,
-            Err(StatesError::TooLarge { .. }) => OutcomeStatus::TooLarge,
-            Err(error) => {
-                tracing::warn!("{error}");
-                OutcomeStatus::StoreError
-            }
-        }
     }
 
     /// Ends the waits that are over.
@@ -652,27 +538,8 @@ impl Worker {
     }
 }
 
-fn remove(path: &Path) {
-    if let Err(error) = fs::remove_file(path)
-        && error.kind() != io::ErrorKind::NotFound
-    {
-        tracing::warn!("cannot delete {}: {error}; the transfer directory will fill up", path.display());
-    }
-}
-
 /// Whether recorded text is in the decoded one. The ends are trimmed: vLLM strips white space around reasoning, and a
 /// last, incomplete character decodes to a replacement character.
 fn contains_text(decoded: &str, recorded: &str) -> bool {
     decoded.contains(recorded.trim_matches(|c: char| c.is_whitespace() || c == char::REPLACEMENT_CHARACTER))
-}
-
-fn all_finite(dtype: StateDtype, states: &[u8]) -> bool {
-    match dtype {
-        StateDtype::F32 => {
-            states.as_chunks::<4>().0.iter().all(|value| f32::from_le_bytes(*value).is_finite())
-        }
-        StateDtype::Bf16 => {
-            states.as_chunks::<2>().0.iter().all(|value| half::bf16::from_le_bytes(*value).is_finite())
-        }
-    }
 }

@@ -3,7 +3,8 @@
 //! vLLM's plugin publishes one file for each finished request into a transfer directory ([`transfer`]). The
 //! [`Collector`] matches the files to the requests that the proxy saw, verifies them and appends them to the
 //! [`StateStore`] (bounded, append-only shards, one writer). A [`Reader`], also in another process, sees the samples as
-//! they are appended.
+//! they are appended. Where there is no plugin, a [`StockSample`] takes what a second vLLM's own connector wrote; both
+//! ways end in the same checks.
 //!
 //! What this room promises:
 //! - nothing here is waited for by a request, and nothing here panics;
@@ -12,22 +13,25 @@
 //! - held-out samples have shards of their own and outlive training samples;
 //! - a torn or damaged shard costs the damaged samples, never the reader.
 
+mod accept;
 mod collector;
 mod reader;
 mod shard;
+mod stock;
 mod store;
 pub mod transfer;
 
-pub use collector::{
-    ChoiceText, Collector, CollectorOptions, CollectorStats, Outcome, OutcomeStatus, RequestSummary,
-};
+pub use accept::{Expected, OutcomeStatus, SampleKey};
+pub use collector::{ChoiceText, Collector, CollectorOptions, CollectorStats, Outcome, RequestSummary};
 pub use reader::{Reader, Refreshed, Sample, SampleEntry, VerifyReport};
 pub use shard::{SampleHeader, StateDtype};
+pub use stock::{StockSample, store_stock};
 pub use store::{StateStore, StoreOptions, StoreStats};
-pub use transfer::Drafting;
+pub use transfer::{Drafting, TransferFile};
 
+use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What can go wrong with the state store. Failures of single files from vLLM are [`OutcomeStatus`]es, not errors.
 #[derive(Debug, thiserror::Error)]
@@ -61,7 +65,16 @@ pub enum StatesError {
 }
 
 impl StatesError {
-    pub(crate) fn io(action: &'static str, path: &std::path::Path, source: io::Error) -> Self {
+    pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
         Self::Io { action, path: path.to_path_buf(), source }
+    }
+}
+
+/// Deletes a file that was looked at.
+fn remove(path: &Path) {
+    if let Err(error) = fs::remove_file(path)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        tracing::warn!("cannot delete {}: {error}; the transfer directory will fill up", path.display());
     }
 }

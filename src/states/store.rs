@@ -12,7 +12,10 @@ use std::path::{Path, PathBuf};
 
 use super::StatesError;
 use super::shard::{self, SHARD_HEADER, SampleHeader};
+use crate::config::StatesConfig;
 
+/// The share of the quota that held-out samples may take.
+const HELD_OUT_QUOTA_SHARE: u64 = 4;
 const LOCK_NAME: &str = ".writer.lock";
 pub(crate) const SHARD_EXTENSION: &str = ".states";
 
@@ -31,6 +34,17 @@ pub struct StoreOptions {
 impl Default for StoreOptions {
     fn default() -> Self {
         Self { shard_bytes: 256 << 20, quota_bytes: 32 << 30, held_out_quota_bytes: 4 << 30 }
+    }
+}
+
+impl StoreOptions {
+    /// The bounds that the configuration sets.
+    pub fn of(config: &StatesConfig) -> Self {
+        Self {
+            shard_bytes: config.shard_bytes,
+            quota_bytes: config.quota_bytes,
+            held_out_quota_bytes: config.quota_bytes / HELD_OUT_QUOTA_SHARE,
+        }
     }
 }
 

@@ -10,6 +10,7 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 
@@ -123,7 +124,7 @@ pub struct TransferFile {
 pub enum TransferError {
     #[error("cannot be read: {0}")]
     Unreadable(String),
-    #[error("is not {FORMAT}: {0}")]
+    #[error("has a wrong format: {0}")]
     Format(String),
     #[error("its checksum is {actual}, its metadata says {expected}")]
     Checksum { expected: String, actual: String },
@@ -137,7 +138,8 @@ pub fn read(path: &Path, max_bytes: u64) -> Result<TransferFile, TransferError> 
     parse(&bytes)
 }
 
-fn read_plain_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, TransferError> {
+/// The bytes of a file that is no link and has at most `max_bytes`.
+pub(super) fn read_plain_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, TransferError> {
     let unreadable = |error: std::io::Error| TransferError::Unreadable(error.to_string());
     let named = fs::symlink_metadata(path).map_err(unreadable)?;
     if !named.file_type().is_file() {
@@ -173,8 +175,7 @@ pub fn parse(bytes: &[u8]) -> Result<TransferFile, TransferError> {
     if found != FORMAT {
         return Err(format(format!("its format is {found:?}")));
     }
-    let states = tensors.tensor("hidden_states").map_err(|error| format(error.to_string()))?;
-    let ids = tensors.tensor("token_ids").map_err(|error| format(error.to_string()))?;
+    let (states, ids) = views(&tensors)?;
     let layer_ids: Vec<u32> = serde_json::from_str(field("layer_ids")?)
         .map_err(|error| format(format!("layer_ids are no list of numbers: {error}")))?;
     let prompt_length: usize = field("prompt_tokens")?
@@ -187,30 +188,12 @@ pub fn parse(bytes: &[u8]) -> Result<TransferFile, TransferError> {
         return Err(TransferError::Checksum { expected: expected.to_string(), actual });
     }
 
-    let dtype = match states.dtype() {
-        Dtype::F32 => StateDtype::F32,
-        Dtype::BF16 => StateDtype::Bf16,
-        other => return Err(format(format!("hidden_states are {other:?}, not F32 or BF16"))),
-    };
-    let &[rows, layers, hidden] = states.shape() else {
-        return Err(TransferError::Shape(format!("hidden_states are {:?}, not [T, L, H]", states.shape())));
-    };
-    if ids.dtype() != Dtype::I64 || ids.shape().len() != 1 {
+    let Tensors { token_ids, rows, layers, hidden, dtype } = Tensors::read(&states, &ids, layer_ids.len())?;
+    if rows.checked_add(1) != Some(token_ids.len()) {
         return Err(TransferError::Shape(format!(
-            "token_ids are {:?} {:?}, not I64 [T + 1]",
-            ids.dtype(),
-            ids.shape()
-        )));
-    }
-    let token_ids = parse_token_ids(ids.data())?;
-    if rows == 0 || layers == 0 || hidden == 0 || rows.checked_add(1) != Some(token_ids.len()) {
-        return Err(TransferError::Shape(format!(
-            "{rows} rows of {layers} layers of {hidden} for {} token ids; rows must be ids - 1",
+            "{rows} rows for {} token ids; rows must be ids - 1",
             token_ids.len()
         )));
-    }
-    if layer_ids.len() != layers {
-        return Err(TransferError::Shape(format!("{} layer ids for {layers} layers", layer_ids.len())));
     }
     if prompt_length == 0 || prompt_length > token_ids.len() {
         return Err(TransferError::Shape(format!(
@@ -249,6 +232,60 @@ fn parse_drafting(metadata: &HashMap<String, String>) -> Result<Option<Drafting>
         drafted_tokens: count("drafted_tokens")?,
         accepted_tokens: count("accepted_tokens")?,
     }))
+}
+
+/// The two tensors of any states file, ours or vLLM's own: states, ids.
+pub(super) fn views<'data>(
+    tensors: &SafeTensors<'data>,
+) -> Result<(TensorView<'data>, TensorView<'data>), TransferError> {
+    let view = |name: &str| tensors.tensor(name).map_err(|error| TransferError::Format(error.to_string()));
+    Ok((view("hidden_states")?, view("token_ids")?))
+}
+
+/// What the two tensors hold, types and shapes verified. How rows and ids relate is the format's own matter.
+pub(super) struct Tensors {
+    pub token_ids: Vec<u32>,
+    pub rows: usize,
+    pub layers: usize,
+    pub hidden: usize,
+    pub dtype: StateDtype,
+}
+
+impl Tensors {
+    pub fn read(
+        states: &TensorView<'_>,
+        ids: &TensorView<'_>,
+        layer_count: usize,
+    ) -> Result<Self, TransferError> {
+        let dtype = match states.dtype() {
+            Dtype::F32 => StateDtype::F32,
+            Dtype::BF16 => StateDtype::Bf16,
+            other => {
+                return Err(TransferError::Format(format!("hidden_states are {other:?}, not F32 or BF16")));
+            }
+        };
+        let &[rows, layers, hidden] = states.shape() else {
+            return Err(TransferError::Shape(format!(
+                "hidden_states are {:?}, not [T, L, H]",
+                states.shape()
+            )));
+        };
+        if ids.dtype() != Dtype::I64 || ids.shape().len() != 1 {
+            return Err(TransferError::Shape(format!(
+                "token_ids are {:?} {:?}, not a list of I64",
+                ids.dtype(),
+                ids.shape()
+            )));
+        }
+        let token_ids = parse_token_ids(ids.data())?;
+        if rows == 0 || layers == 0 || hidden == 0 {
+            return Err(TransferError::Shape(format!("{rows} rows of {layers} layers of {hidden}")));
+        }
+        if layer_count != layers {
+            return Err(TransferError::Shape(format!("{layer_count} layer ids for {layers} layers")));
+        }
+        Ok(Self { token_ids, rows, layers, hidden, dtype })
+    }
 }
 
 /// Hex of SHA-256 over the raw bytes of the states, then of the ids.

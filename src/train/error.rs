@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::compute::RopeError;
+use crate::compute::cuda::CudaError;
 
 /// An error of the trainer; each names the thing, the value and the remedy.
 #[derive(Debug, thiserror::Error)]
@@ -18,6 +19,8 @@ pub enum TrainError {
     Config(String),
     #[error(transparent)]
     Rope(#[from] RopeError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
     #[error("loss became {loss} at step {step}; lower the learning rate or look at the samples of this step")]
     NotFinite { step: u64, loss: f64 },
     #[error("the sample source is empty; record traffic first or widen the selection")]

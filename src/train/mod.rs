@@ -19,7 +19,9 @@
 //! the forward KL divergence from the target to the draft.
 
 mod attention;
+mod bench;
 mod checkpoint;
+mod cuda;
 mod data;
 mod error;
 mod evaluate;
@@ -30,7 +32,9 @@ mod shuffle;
 mod step;
 mod tensors;
 
+pub use bench::{BenchOptions, BenchReport, Difference, compare_with_cpu, config_by_name, measure};
 pub use checkpoint::{Checkpoint, Progress};
+pub use cuda::{CudaBatch, CudaStep};
 pub use data::{Document, DraftTarget, OwnedSample, SampleSource};
 pub use error::TrainError;
 pub use evaluate::{Score, evaluate};

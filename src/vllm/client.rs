@@ -1,6 +1,6 @@
 //! The control client: health, models, metrics, the draft-head swap, and the plugin's own status.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
@@ -16,6 +16,8 @@ pub struct Timeouts {
     pub read: Duration,
     /// Each call of a swap: it waits for the running engine step, then reads the whole head.
     pub control: Duration,
+    /// A prompt's states: it waits in vLLM's queue, then for the whole prefill.
+    pub prefill: Duration,
 }
 
 impl Default for Timeouts {
@@ -24,6 +26,7 @@ impl Default for Timeouts {
             connect: Duration::from_secs(3),
             read: Duration::from_secs(10),
             control: Duration::from_secs(120),
+            prefill: Duration::from_secs(600),
         }
     }
 }
@@ -223,6 +226,33 @@ impl Client {
             return Err(ClientError::Unverified { wanted: digest.to_owned(), found });
         }
         Ok(SwapReport { update, total: begun.elapsed() })
+    }
+
+    /// Computes the states of a prompt, given as ids. The path of the file that vLLM's own connector writes, as vLLM sees
+    /// it; None where the server runs without one.
+    ///
+    /// `request_id` becomes part of the file's name.
+    pub async fn extract_states(
+        &self,
+        model: &str,
+        prompt: &[u32],
+        request_id: &str,
+    ) -> Result<Option<PathBuf>, ClientError> {
+        #[derive(Deserialize)]
+        struct Completion {
+            kv_transfer_params: Option<Transfer>,
+        }
+        #[derive(Deserialize)]
+        struct Transfer {
+            hidden_states_path: Option<PathBuf>,
+        }
+        let route = "/v1/completions";
+        // One token is the least that vLLM generates; its row is not written.
+        let body = json!({"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0});
+        let request = self.http.post(self.url(route)).header("x-request-id", request_id).json(&body);
+        let answer = self.send(route, request, self.timeouts.prefill).await?;
+        let completion: Completion = self.read(route, &answer)?;
+        Ok(completion.kv_transfer_params.and_then(|transfer| transfer.hidden_states_path))
     }
 
     /// Drops the prefix cache: the draft head's part of it was computed with the head before, which lowers
