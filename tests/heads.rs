@@ -612,6 +612,12 @@ fn fresh_head_is_decided_by_its_seed() {
     let copied = small_head_with(OutputHead::FromVerifier, 7).tensors.lm_head;
     // Draft id 2 stands for token 5.
     assert_eq!(copied[2 * HIDDEN..3 * HIDDEN], verifier_tensors().lm_head[5 * HIDDEN..6 * HIDDEN]);
+    // fc passes the highest of the three states through: row i of [H, 3H] is 1 at 2H + i, nearly 0 elsewhere.
+    let hidden = head.config.hidden_size;
+    for (i, value) in head.tensors.fc.iter().enumerate() {
+        let wanted = if i % (3 * hidden) == 2 * hidden + i / (3 * hidden) { 1.0 } else { 0.0 };
+        assert!((value - wanted).abs() < 0.06, "element {i}: {value}");
+    }
 }
 
 #[test]

@@ -48,6 +48,9 @@ enum Action {
         /// Random output rows instead of the verifier's own, which learn faster
         #[arg(long)]
         random_lm_head: bool,
+        /// The three layers whose states the head reads, ascending [default: 2, the middle one, the third from the top]
+        #[arg(long, value_name = "LOW,MIDDLE,HIGH", value_delimiter = ',', num_args = 3)]
+        aux_layers: Option<Vec<usize>>,
         #[arg(long, value_enum, default_value_t = Format::Flat)]
         format: Format,
         #[arg(long)]
@@ -131,17 +134,21 @@ impl Format {
 impl HeadsCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.action {
-            Action::Init { verifier, out, draft_vocab, from_records, seed, random_lm_head, format, json } => {
+            Action::Init {
+                verifier,
+                out,
+                draft_vocab,
+                from_records,
+                seed,
+                random_lm_head,
+                aux_layers,
+                format,
+                json,
+            } => {
                 let output_head = if random_lm_head { OutputHead::Random } else { OutputHead::FromVerifier };
-                init(
-                    &verifier,
-                    &out,
-                    draft_vocab,
-                    from_records.as_deref(),
-                    seed,
-                    output_head,
-                    format.format(),
-                )?;
+                let aux_layer_ids = aux_layers.map(|layers| [layers[0], layers[1], layers[2]]);
+                let options = FreshOptions { seed, output_head, aux_layer_ids };
+                init(&verifier, &out, draft_vocab, from_records.as_deref(), &options, format.format())?;
                 if json {
                     println!("{}", json!({ "directory": out }));
                 } else {
@@ -262,8 +269,7 @@ fn init(
     out: &Path,
     draft_vocab: Option<usize>,
     from_records: Option<&Path>,
-    seed: u64,
-    output_head: OutputHead,
+    options: &FreshOptions,
     format: HeadFormat,
 ) -> anyhow::Result<()> {
     anyhow::ensure!(!out.exists(), "{} exists; choose another --out", out.display());
@@ -275,8 +281,7 @@ fn init(
     };
     let size = draft_vocab.unwrap_or(DEFAULT_DRAFT_VOCABULARY.min(shape.vocab_size));
     let draft_ids = draft_vocabulary(&counts, size, &shape.eos_token_ids)?;
-    let head =
-        fresh_head(&shape, draft_ids, &FreshOptions { seed, output_head, aux_layer_ids: None }, &tensors)?;
+    let head = fresh_head(&shape, draft_ids, options, &tensors)?;
     std::fs::create_dir_all(out).with_context(|| format!("directory {}", out.display()))?;
     head.write(out, &WriteOptions { format, dtype: HeadDtype::F32, verifier: None, target_layer: true })?;
     Ok(())

@@ -102,7 +102,7 @@ impl Domain {
     fn plan(self) -> Plan {
         match self {
             Domain::Narrow => Plan { prompts: 330, max_tokens: 80, passes: 4, concurrency: 16 },
-            Domain::General => Plan { prompts: 400, max_tokens: 96, passes: 5, concurrency: 16 },
+            Domain::General => Plan { prompts: 400, max_tokens: 96, passes: 4, concurrency: 16 },
         }
     }
 }

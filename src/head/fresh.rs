@@ -25,9 +25,12 @@ pub struct FreshOptions {
 }
 
 const DEVIATION: f64 = 0.02;
+/// Of `fc`: small beside the state that it passes through.
+const FC_DEVIATION: f64 = 0.01;
 
 /// A new EAGLE-3.1 head (fc_norm, norm_output) for a verifier: normal(0, 0.02) weights, norms of one, the verifier's
-/// final norm. The same seed gives the same head, on any number of threads. Vd is the length of `draft_ids`.
+/// final norm, and an `fc` that passes the highest of the three states through, near what the head must say, with
+/// normal(0, 0.01) on top. The same seed gives the same head, on any number of threads. Vd is the length of `draft_ids`.
 pub fn fresh_head(
     shape: &VerifierShape,
     draft_ids: Vec<u32>,
@@ -77,6 +80,10 @@ pub fn fresh_head(
         };
     }
     tensors.norm.clone_from(&verifier.norm);
+    tensors.fc = normal(options.seed, "fc.weight", hidden * 3 * hidden, FC_DEVIATION);
+    for (feature, row) in tensors.fc.chunks_exact_mut(3 * hidden).enumerate() {
+        row[2 * hidden + feature] += 1.0;
+    }
     if options.output_head == OutputHead::FromVerifier {
         for (row, id) in tensors.lm_head.chunks_exact_mut(hidden).zip(&draft_ids) {
             let from = *id as usize * hidden;
