@@ -24,6 +24,8 @@ pub enum CudaError {
         "{0} cannot be opened; install the NVIDIA driver and CUDA 13 (libcublasLt, libnvrtc), or set LD_LIBRARY_PATH"
     )]
     Missing(&'static str),
+    #[error("no GPU number {ordinal}: the driver shows {count}; see nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    NoGpu { ordinal: usize, count: usize },
     #[error("the head's shape on the GPU: {0}")]
     Shape(String),
     #[error("{bytes} bytes of GPU memory: {source}; train with fewer tokens in a batch or a shorter unroll")]
@@ -91,6 +93,11 @@ impl Device {
             return Err(CudaError::Missing(library));
         }
         shape.check()?;
+        // A driver without a GPU refuses to count.
+        let count = CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0));
+        if ordinal >= count {
+            return Err(CudaError::NoGpu { ordinal, count });
+        }
         let context = CudaContext::new(ordinal)?;
         // SAFETY: all work goes to one stream, so that its order is all the synchronisation that is needed.
         unsafe { context.disable_event_tracking() };
