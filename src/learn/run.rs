@@ -138,6 +138,8 @@ pub(super) fn begin(
     wake: &Wake,
     told: impl FnMut(&CurvePoint),
 ) -> anyhow::Result<Ended> {
+    // Before there is a run on disk.
+    train::check_device(config.train.device)?;
     let Begun { head, parent, optimizer, training, mut options } = begun;
     options.evaluate_every = (options.steps / CURVE_POINTS).max(1);
     let held_out = Samples::open(data, Side::HeldOut, verifier.shape.hidden_size)?;

@@ -3,7 +3,7 @@
 //! The incremental loop and the held-out scoring know a head by the two traits alone. What is kept is f32 on the host, so
 //! that a run may go on elsewhere than where it began.
 
-use crate::compute::cuda::is_present;
+use crate::compute::cuda;
 use crate::config::TrainDevice;
 use crate::head::{HeadConfig, HeadTensors};
 
@@ -47,6 +47,14 @@ pub struct DraftOptions<'a> {
     pub unroll: usize,
     /// Weight of each further step of the unroll.
     pub decay: f64,
+}
+
+/// An error where the device can be known not to work before anything is opened on it.
+pub fn check_device(device: TrainDevice) -> Result<(), TrainError> {
+    if device != TrainDevice::Cuda {
+        return Ok(());
+    }
+    cuda::check(0).map_err(|reason| TrainError::Device { reason })
 }
 
 /// A head to be scored, on the device.
@@ -107,12 +115,12 @@ fn on_gpu<T>(
     device: TrainDevice,
     open: impl FnOnce() -> Result<T, TrainError>,
 ) -> Result<Option<T>, TrainError> {
-    if device == TrainDevice::Cpu || (device == TrainDevice::Auto && !is_present()) {
+    if device == TrainDevice::Cpu || (device == TrainDevice::Auto && !cuda::is_present()) {
         return Ok(None);
     }
     match open() {
         Ok(opened) => Ok(Some(opened)),
-        Err(TrainError::Cuda(source)) if device == TrainDevice::Cuda => Err(TrainError::Device { source }),
+        Err(TrainError::Cuda(reason)) if device == TrainDevice::Cuda => Err(TrainError::Device { reason }),
         Err(TrainError::Cuda(error)) => {
             tracing::warn!(%error, "the GPU cannot be used");
             Ok(None)

@@ -33,7 +33,7 @@ mod shuffle;
 mod step;
 mod tensors;
 
-pub use backend::{DraftOptions, Drafter, open_drafter};
+pub use backend::{DraftOptions, Drafter, check_device, open_drafter};
 pub use bench::{
     BenchOptions, BenchReport, Difference, compare_with_cpu, config_by_name, measure_on_cpu, measure_on_gpu,
 };

@@ -280,9 +280,10 @@ impl CudaStep {
             let mut hits = Vec::with_capacity(document.len() * steps);
             for chain in end - document.len()..end {
                 for step in 0..steps {
-                    // Step k of chain c is about the same token as step 0 of chain c + k.
-                    let is_hit = chain + step < end
-                        && self.draft_ids[best[step * chains + chain] as usize] == batch.labels[chain + step];
+                    // Step k of chain c is about the same token as step 0 of chain c + k. Where the logits are no numbers,
+                    // the best token is none.
+                    let token = self.draft_ids.get(best[step * chains + chain] as usize);
+                    let is_hit = chain + step < end && token == batch.labels.get(chain + step);
                     hits.push(is_hit);
                 }
             }
