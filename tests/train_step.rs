@@ -8,10 +8,11 @@ mod common {
 }
 
 use candle_core::{D, DType, Device, Tensor, Var};
+use draftsmith::config::TrainDevice;
 use draftsmith::head::{HeadConfig, HeadTensors, Rope};
 use draftsmith::train::{
-    BatchSize, Control, DraftTarget, Observer, OwnedSample, Step, StepReport, TrainEvent, TrainOptions,
-    evaluate, named, named_mut, train, zeros,
+    BatchSize, Control, DraftOptions, DraftTarget, Drafter, Observer, OwnedSample, Step, StepReport,
+    TrainEvent, TrainOptions, evaluate, named, named_mut, open_drafter, train, zeros,
 };
 
 struct Random(u64);
@@ -396,7 +397,7 @@ impl Observer for Losses {
         if event.progress.step == self.stop_at { Control::Stop } else { Control::Continue }
     }
 
-    fn evaluate(&mut self, _: &HeadTensors<f32>, event: &TrainEvent) -> Control {
+    fn evaluate(&mut self, _: &mut dyn Drafter, event: &TrainEvent) -> Control {
         self.evaluations.push(event.progress.step);
         Control::Continue
     }
@@ -462,7 +463,9 @@ fn resumed_run_is_the_same_to_the_bit_and_learns() {
             assert!(found.is_some(), "some token is always the best");
         }
     }
-    let after = evaluate(&mut step, &outcome.weights, &likely, 2).unwrap();
+    let draft = DraftOptions { config: &config, unroll: 3, decay: 0.8 };
+    let mut head = open_drafter(TrainDevice::Cpu, draft, &outcome.weights, &target).unwrap();
+    let after = evaluate(&mut *head, &likely, 2).unwrap();
     let (drafts, accepted) = drafted_like_the_engine(&mut step, &outcome.weights, &likely, &target.draft_ids);
     assert_eq!((after.drafts, &after.accepted), (drafts, &accepted));
     assert!(accepted[0] > drafts / 4 && accepted[0] < drafts, "{after:?} would pass with a wrong walk");

@@ -3,10 +3,12 @@
 use std::process::ExitCode;
 
 use anyhow::Context;
-use clap::{Args, Subcommand};
+use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
-use crate::train::{BenchOptions, BenchReport, compare_with_cpu, config_by_name, measure};
+use crate::train::{
+    BenchOptions, BenchReport, compare_with_cpu, config_by_name, measure_on_cpu, measure_on_gpu,
+};
 
 #[derive(Debug, Args)]
 pub struct BenchCommand {
@@ -20,8 +22,17 @@ enum Action {
     Train(TrainFlags),
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+enum Device {
+    Cpu,
+    Cuda,
+}
+
 #[derive(Debug, Args)]
 struct TrainFlags {
+    /// What to measure
+    #[arg(long, value_enum, default_value_t = Device::Cuda)]
+    device: Device,
     /// The head's shape: 8b, k2 or smollm2
     #[arg(long, default_value = "8b")]
     shape: String,
@@ -70,7 +81,10 @@ impl BenchCommand {
             train_lm_head: !flags.freeze_lm_head,
             steps: flags.steps,
         };
-        let report = measure(flags.gpu, &options)?;
+        let report = match flags.device {
+            Device::Cpu => measure_on_cpu(&options)?,
+            Device::Cuda => measure_on_gpu(flags.gpu, &options)?,
+        };
         if flags.json {
             println!("{}", as_json(&flags, &report));
         } else {
@@ -122,8 +136,8 @@ fn as_json(flags: &TrainFlags, report: &BenchReport) -> serde_json::Value {
         "step_tflop": report.step_operations / 1e12,
         "peak_tflop_per_second": report.peak / 1e12,
         "share_of_peak": share(report),
-        "gib_allocated": gib(report.bytes_allocated),
-        "gib_in_use": gib(report.bytes_in_use),
+        "gib_allocated": report.memory.map(|memory| gib(memory.allocated)),
+        "gib_in_use": report.memory.map(|memory| gib(memory.in_use)),
         "first_loss": report.first_loss,
         "last_loss": report.last_loss,
         "gradient_norm": report.gradient_norm,
@@ -151,20 +165,20 @@ fn print(flags: &TrainFlags, report: &BenchReport) {
         if flags.freeze_lm_head { "frozen" } else { "trained" }
     );
     println!(
-        "{:.2} ms a step, {:.0} tokens/s; {:.1} TFLOP of products, {:.0}% of a peak of {:.0} TFLOP/s",
+        "{:.2} ms a step, {:.0} tokens/s; {:.2} TFLOP of products, {:.0}% of a peak of {:.2} TFLOP/s",
         report.milliseconds,
         report.tokens_per_second,
         report.step_operations / 1e12,
         share(report) * 100.0,
         report.peak / 1e12
     );
+    if let Some(memory) = report.memory {
+        let (allocated, in_use) = (gib(memory.allocated), gib(memory.in_use));
+        println!("{allocated:.1} GiB of buffers, {in_use:.1} GiB of the GPU in use");
+    }
     println!(
-        "{:.1} GiB of buffers, {:.1} GiB of the GPU in use; loss {:.4} to {:.4}, gradient norm {:.3}",
-        gib(report.bytes_allocated),
-        gib(report.bytes_in_use),
-        report.first_loss,
-        report.last_loss,
-        report.gradient_norm
+        "loss {:.4} to {:.4}, gradient norm {:.3}",
+        report.first_loss, report.last_loss, report.gradient_norm
     );
     for lap in &report.laps {
         println!("  {:8.3} ms {:4} x {}", lap.milliseconds, lap.calls, lap.name);

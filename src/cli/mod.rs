@@ -41,7 +41,7 @@ enum Command {
     Replay(replay::ReplayCommand),
     /// Train a candidate head on what was captured
     Train(train::TrainCommand),
-    /// Measure the training step on a GPU
+    /// Measure the training step
     Bench(bench::BenchCommand),
     /// Score a head on the held-out conversations: expected acceptance for each position
     Eval(train::EvalCommand),
@@ -81,15 +81,23 @@ pub struct ConfigFlags {
 impl ConfigFlags {
     /// The configuration that these flags choose, checked.
     pub fn load(&self) -> Result<Config, crate::config::ConfigError> {
+        self.load_with(&[])
+    }
+
+    /// As [`ConfigFlags::load`], with more keys that a command has flags for.
+    fn load_with(
+        &self,
+        more: &[(&'static str, &Option<String>)],
+    ) -> Result<Config, crate::config::ConfigError> {
         let flags = [
             ("proxy.upstream", &self.upstream),
             ("proxy.listen", &self.listen),
             ("data.directory", &self.data),
         ];
         let mut given = Vec::new();
-        for (key, value) in flags {
+        for (key, value) in flags.iter().chain(more) {
             if let Some(value) = value {
-                given.push((key, value.clone()));
+                given.push((*key, value.clone()));
             }
         }
         Config::load(self.config.as_deref(), &given)

@@ -30,6 +30,9 @@ pub struct TrainCommand {
     /// Passes over what was captured, over the file's train.passes
     #[arg(long)]
     passes: Option<usize>,
+    /// auto, cpu or cuda, over the file's train.device
+    #[arg(long)]
+    device: Option<String>,
     /// Go on with an interrupted run, exactly; without RUN with the newest one
     #[arg(long, value_name = "RUN", conflicts_with_all = ["head", "draft_vocab", "steps", "passes", "follow"])]
     resume: Option<Option<String>>,
@@ -47,6 +50,9 @@ pub struct EvalCommand {
     head: String,
     #[command(flatten)]
     config: ConfigFlags,
+    /// auto, cpu or cuda, over the file's train.device
+    #[arg(long)]
+    device: Option<String>,
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
@@ -54,7 +60,7 @@ pub struct EvalCommand {
 
 impl TrainCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let mut config = self.config.load()?;
+        let mut config = self.config.load_with(&[("train.device", &self.device)])?;
         if let Some(passes) = self.passes {
             config.train.passes = passes;
         }
@@ -140,7 +146,7 @@ fn tell_how_to_resume(run: &str, step: u64, steps: u64) {
 
 impl EvalCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let config = self.config.load()?;
+        let config = self.config.load_with(&[("train.device", &self.device)])?;
         let head = if Path::new(&self.head).is_dir() {
             Head::read(Path::new(&self.head), None)?
         } else {

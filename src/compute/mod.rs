@@ -16,7 +16,7 @@ mod rope;
 mod rows;
 
 pub use lanes::{add_scaled, dot, exp_in_place, max, vectorised};
-pub use product::{Threads, View, product, product_ab, product_abt, product_atb};
+pub use product::{Threads, View, product, product_ab, product_abt, product_atb, product_operations};
 pub use real::Real;
 pub use rope::{RopeError, RopeTable};
 pub use rows::{add, rms_norm, rms_norm_backward, rms_norm_weight_gradient, silu_mul, silu_mul_backward};

@@ -4,6 +4,8 @@
 //! that the strides can reach lies inside its slice.
 #![allow(unsafe_code)]
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use gemm::Parallelism;
 
 use super::Real;
@@ -57,6 +59,13 @@ pub enum Threads {
     All,
 }
 
+static OPERATIONS: AtomicU64 = AtomicU64::new(0);
+
+/// Floating-point operations of all products of this process so far.
+pub fn product_operations() -> u64 {
+    OPERATIONS.load(Ordering::Relaxed)
+}
+
 /// target = left · right, or += with `accumulate`. `target` is row-major with `target_stride` elements a row.
 pub fn product<T: Real>(
     target: &mut [T],
@@ -84,6 +93,7 @@ pub fn product<T: Real>(
     }
     left.check("left side");
     right.check("right side");
+    OPERATIONS.fetch_add(2 * (m * n * k) as u64, Ordering::Relaxed);
     let parallelism = match threads {
         Threads::One => Parallelism::None,
         Threads::All => Parallelism::Rayon(0),

@@ -147,10 +147,24 @@ pub struct StatesConfig {
     pub unmatched_seconds: u64,
 }
 
+/// Where heads are trained and scored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum TrainDevice {
+    /// The first GPU where one can be used, else the CPU.
+    #[default]
+    Auto,
+    Cpu,
+    /// The first GPU (`CUDA_VISIBLE_DEVICES` chooses); an error where none can be used.
+    Cuda,
+}
+
 /// Training.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrainConfig {
+    /// Where heads are trained and scored.
+    pub device: TrainDevice,
     /// S, the steps of training-time test; as many as vLLM drafts tokens.
     pub unroll_steps: usize,
     /// The weight of step k is this to the power k.
@@ -239,6 +253,7 @@ impl Default for StatesConfig {
 impl Default for TrainConfig {
     fn default() -> Self {
         Self {
+            device: TrainDevice::Auto,
             unroll_steps: 3,
             step_decay: 0.8,
             learning_rate: 1e-3,
@@ -378,6 +393,7 @@ mod tests {
             ("data.held_out_fraction", "[data]\nheld_out_fraction = 1.5\n"),
             ("record.queue_bytes", "[record]\nqueue_bytes = 0\n"),
             ("states.quota_bytes", "[states]\nquota_bytes = 1\n"),
+            ("train.device", "[train]\ndevice = \"gpu\"\n"),
             ("train.unroll_steps", "[train]\nunroll_steps = 0\n"),
             ("train.learning_rate", "[train]\nlearning_rate = -1.0\n"),
             ("train.follow_samples", "[train]\nfollow_samples = 0\n"),

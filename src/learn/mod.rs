@@ -23,7 +23,7 @@ use crate::head::{
 use crate::promote::{HeldOutScore, Registry};
 use crate::record;
 use crate::store::DataDir;
-use crate::train::{self, DraftTarget, SampleSource, Score, Step};
+use crate::train::{self, DraftOptions, DraftTarget, SampleSource, Score};
 pub use compare::{Comparison, compare};
 pub use follow::follow;
 pub use run::{CurvePoint, Ended, TrainReport, resume, train_candidate};
@@ -95,9 +95,13 @@ fn score(
     head: &Head,
 ) -> anyhow::Result<(Score, HeldOutScore)> {
     let target = DraftTarget::from_verifier(&verifier.tensors, head.draft_ids.clone())?;
-    let mut step =
-        Step::<f32>::new(&head.config, config.train.unroll_steps, config.train.step_decay, &target)?;
-    let score = train::evaluate(&mut step, &head.tensors, held_out, SCORE_BATCH)?;
+    let options = DraftOptions {
+        config: &head.config,
+        unroll: config.train.unroll_steps,
+        decay: config.train.step_decay,
+    };
+    let mut drafter = train::open_drafter(config.train.device, options, &head.tensors, &target)?;
+    let score = train::evaluate(&mut *drafter, held_out, SCORE_BATCH)?;
     let summary = held_out_score(&score, held_out);
     Ok((score, summary))
 }

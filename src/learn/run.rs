@@ -8,11 +8,11 @@ use serde::Serialize;
 use super::run_directory::{Metrics, Plan, RunDirectory, StepLine};
 use super::{SCORE_BATCH, Samples, Side, Start, Verifier, Wake, held_out_score, score, starting_head};
 use crate::config::Config;
-use crate::head::{Head, HeadDtype, HeadFormat, HeadTensors};
+use crate::head::{Head, HeadDtype, HeadFormat};
 use crate::promote::{Candidate, Origin, Registry, TrainingSummary};
 use crate::store::DataDir;
 use crate::train::{
-    self, AdamW, AdamWOptions, BatchSize, Control, DraftTarget, SampleSource, Schedule, Score, Step,
+    self, AdamW, AdamWOptions, BatchSize, Control, DraftTarget, Drafter, SampleSource, Schedule, Score,
     TrainEvent, TrainOptions,
 };
 
@@ -138,6 +138,8 @@ pub(super) fn begin(
     wake: &Wake,
     told: impl FnMut(&CurvePoint),
 ) -> anyhow::Result<Ended> {
+    // Before there is a run on disk.
+    train::check_device(config.train.device)?;
     let Begun { head, parent, optimizer, training, mut options } = begun;
     options.evaluate_every = (options.steps / CURVE_POINTS).max(1);
     let held_out = Samples::open(data, Side::HeldOut, verifier.shape.hidden_size)?;
@@ -213,10 +215,9 @@ impl Run {
         mut told: impl FnMut(&CurvePoint),
     ) -> anyhow::Result<Ended> {
         let Self { directory, mut head, training, held_out } = self;
-        let options = directory.options();
+        let options = TrainOptions { device: config.train.device, ..directory.options() };
         let target = DraftTarget::from_verifier(&verifier.tensors, head.draft_ids.clone())?;
         let mut watch = Watch {
-            scorer: Step::new(&head.config, options.unroll, options.decay, &target)?,
             held_out: &held_out,
             metrics: Metrics::open(&directory.path)?,
             wake,
@@ -280,7 +281,6 @@ impl Run {
 
 /// Watches a run: writes its metrics, scores it at even steps, and ends it when asked to.
 struct Watch<'a, F: FnMut(&CurvePoint)> {
-    scorer: Step<'a, f32>,
     held_out: &'a Samples,
     metrics: Metrics,
     wake: &'a Wake,
@@ -308,8 +308,8 @@ impl<F: FnMut(&CurvePoint)> Watch<'_, F> {
 }
 
 impl<F: FnMut(&CurvePoint)> train::Observer for Watch<'_, F> {
-    fn evaluate(&mut self, weights: &HeadTensors<f32>, _event: &TrainEvent) -> Control {
-        match train::evaluate(&mut self.scorer, weights, self.held_out, SCORE_BATCH) {
+    fn evaluate(&mut self, head: &mut dyn Drafter, _event: &TrainEvent) -> Control {
+        match train::evaluate(head, self.held_out, SCORE_BATCH) {
             Ok(score) => {
                 self.fresh_score = Some(score.acceptance_length);
                 self.scored = Some(score);

@@ -1,8 +1,11 @@
 //! Measuring the training step on random data, and comparing the GPU's step with the CPU's.
 
+use std::time::{Duration, Instant};
+
 use half::bf16;
 
 use crate::compute::cuda::{Device, Form, Lap};
+use crate::compute::{product_abt, product_operations};
 use crate::head::{HeadConfig, HeadTensors, Rope, normal};
 
 use super::optimizer::{AdamW, AdamWOptions, clip_gradients};
@@ -35,16 +38,23 @@ pub struct BenchReport {
     pub tokens_per_second: f64,
     /// Of all products of a step.
     pub step_operations: f64,
-    /// Operations per second of a product of 8192 x 8192 x 8192 of random numbers, in the same run.
+    /// Operations per second of a large product of random numbers, in the same run.
     pub peak: f64,
-    /// Of all buffers, the batch included.
-    pub bytes_allocated: usize,
-    pub bytes_in_use: usize,
+    pub memory: Option<GpuMemory>,
     pub first_loss: f64,
     pub last_loss: f64,
     pub gradient_norm: f64,
     /// Time of each operation of one step, the longest first.
     pub laps: Vec<Lap>,
+}
+
+/// Bytes of the GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct GpuMemory {
+    /// Of all buffers, the batch included.
+    pub allocated: usize,
+    /// By all programs.
+    pub in_use: usize,
 }
 
 /// Relative difference of one quantity between GPU and CPU.
@@ -144,8 +154,22 @@ fn document(config: &HeadConfig, seed: u64, length: usize, prompt_length: usize)
     OwnedSample { token_ids, prompt_length, states }
 }
 
+/// Learning rate and largest gradient norm of the steps that are timed.
+const RATE: f64 = 1e-4;
+const CLIP: f64 = 1.0;
+
+/// Two batches, to be used in turn.
+fn batches_of(options: &BenchOptions) -> Vec<Vec<OwnedSample>> {
+    let rows = options.tokens / options.documents.max(1);
+    let chains = ((rows as f64 * options.supervised).round() as usize).clamp(1, rows.max(1));
+    let sample = |number| document(&options.config, number as u64, rows + 2, rows + 1 - chains);
+    (0..2)
+        .map(|batch| (0..options.documents).map(|i| sample(batch * options.documents + i)).collect())
+        .collect()
+}
+
 /// Times whole training steps on GPU `ordinal`.
-pub fn measure(ordinal: usize, options: &BenchOptions) -> Result<BenchReport, TrainError> {
+pub fn measure_on_gpu(ordinal: usize, options: &BenchOptions) -> Result<BenchReport, TrainError> {
     let config = &options.config;
     let data = Data::random(config, 0.02, 0.0);
     let target = data.target(config);
@@ -160,21 +184,16 @@ pub fn measure(ordinal: usize, options: &BenchOptions) -> Result<BenchReport, Tr
         AdamWOptions::default(),
     )?;
     drop(target);
-    let rows = options.tokens / options.documents.max(1);
-    let chains = ((rows as f64 * options.supervised).round() as usize).clamp(1, rows.max(1));
     let mut batches = Vec::new();
-    for number in 0..2 {
-        let samples: Vec<OwnedSample> = (0..options.documents)
-            .map(|i| document(config, (number * options.documents + i) as u64, rows + 2, rows + 1 - chains))
-            .collect();
+    for samples in batches_of(options) {
         let documents: Vec<_> = samples.iter().map(OwnedSample::document).collect();
         batches.push(step.batch(&documents)?);
     }
-    let (rate, limit) = (1e-4, 1.0);
     let mut first_loss = 0.0;
     for number in 0..4 {
         step.forward_backward(&batches[number % 2])?;
-        step.update(rate, limit)?;
+        step.clip(CLIP)?;
+        step.update(RATE)?;
         if number == 0 {
             first_loss = step.report(&batches[0])?.loss;
         }
@@ -184,7 +203,8 @@ pub fn measure(ordinal: usize, options: &BenchOptions) -> Result<BenchReport, Tr
     for number in 0..options.steps.max(1) {
         let start = step.device().event()?;
         step.forward_backward(&batches[number % 2])?;
-        step.update(rate, limit)?;
+        step.clip(CLIP)?;
+        step.update(RATE)?;
         let end = step.device().event()?;
         times.push(f64::from(start.elapsed_ms(&end).map_err(crate::compute::cuda::CudaError::from)?));
     }
@@ -193,17 +213,18 @@ pub fn measure(ordinal: usize, options: &BenchOptions) -> Result<BenchReport, Tr
     let milliseconds = times[times.len() / 2];
     step.device().start_laps()?;
     step.forward_backward(&batches[0])?;
-    step.update(rate, limit)?;
+    step.clip(CLIP)?;
+    step.update(RATE)?;
     let laps = step.device().finish_laps()?;
-    let (bytes_allocated, bytes_in_use) = (step.device().bytes_allocated(), step.device().bytes_in_use()?);
+    let memory =
+        GpuMemory { allocated: step.device().bytes_allocated(), in_use: step.device().bytes_in_use()? };
     Ok(BenchReport {
         device: step.device().name()?,
         milliseconds,
         tokens_per_second: options.tokens as f64 / milliseconds * 1e3,
         step_operations,
         peak: peak(step.device())?,
-        bytes_allocated,
-        bytes_in_use,
+        memory: Some(memory),
         first_loss,
         last_loss: step.report(&batches[0])?.loss,
         gradient_norm: step.gradient_norm()?,
@@ -211,7 +232,79 @@ pub fn measure(ordinal: usize, options: &BenchOptions) -> Result<BenchReport, Tr
     })
 }
 
-/// Operations per second of a large product of random numbers.
+/// Times whole training steps on the CPU.
+pub fn measure_on_cpu(options: &BenchOptions) -> Result<BenchReport, TrainError> {
+    let config = &options.config;
+    let mut data = Data::random(config, 0.02, 0.0);
+    let mut weights = std::mem::take(&mut data.weights);
+    let target = data.target(config);
+    let mut step = Step::<f32>::new(config, options.unroll, 1.0, &target)?;
+    step.set_train_lm_head(options.train_lm_head);
+    let mut gradients = zeros(config);
+    let mut optimizer = AdamW::new(config, AdamWOptions::default());
+    let batches = batches_of(options);
+    let (mut losses, mut times) = (Vec::new(), Vec::new());
+    let (mut sums, mut gradient_norm, mut operations) = ([Duration::ZERO; 5], 0.0, 0);
+    for number in 0..2 + options.steps.max(1) {
+        let documents: Vec<_> = batches[number % 2].iter().map(OwnedSample::document).collect();
+        let before = product_operations();
+        let began = Instant::now();
+        let report = step.forward_backward(&weights, &documents, &mut gradients)?;
+        let stepped = Instant::now();
+        gradient_norm = clip_gradients(&mut gradients, CLIP);
+        let clipped = Instant::now();
+        optimizer.update(&mut weights, &gradients, RATE, options.train_lm_head);
+        losses.push(report.loss);
+        // The first of each batch takes the memory.
+        if number < 2 {
+            continue;
+        }
+        times.push(began.elapsed().as_secs_f64() * 1e3);
+        operations = product_operations() - before;
+        let laps = step.laps();
+        let parts = [laps.forward, laps.loss, laps.backward, clipped - stepped, clipped.elapsed()];
+        for (sum, part) in sums.iter_mut().zip(parts) {
+            *sum += part;
+        }
+    }
+    let steps = times.len();
+    times.sort_by(f64::total_cmp);
+    let milliseconds = times[steps / 2];
+    let names = ["forward", "loss", "backward", "clip", "update"];
+    let laps = names.into_iter().zip(sums).map(|(name, sum)| Lap {
+        name: name.to_owned(),
+        calls: 1,
+        milliseconds: sum.as_secs_f64() * 1e3 / steps as f64,
+    });
+    Ok(BenchReport {
+        device: format!("CPU, {} threads", rayon::current_num_threads()),
+        milliseconds,
+        tokens_per_second: options.tokens as f64 / milliseconds * 1e3,
+        step_operations: operations as f64,
+        peak: cpu_peak(),
+        memory: None,
+        first_loss: losses[0],
+        last_loss: losses[losses.len() - 1],
+        gradient_norm,
+        laps: laps.collect(),
+    })
+}
+
+/// Operations per second of a product of 2048 x 2048 x 2048 in f32.
+fn cpu_peak() -> f64 {
+    const SIZE: usize = 2048;
+    let random = normal(3, "peak", SIZE * SIZE, 1.0);
+    let mut output = vec![0.0_f32; SIZE * SIZE];
+    let mut best = f64::INFINITY;
+    for _ in 0..4 {
+        let began = Instant::now();
+        product_abt(&mut output, &random, &random, [SIZE; 3], false);
+        best = best.min(began.elapsed().as_secs_f64());
+    }
+    2.0 * (SIZE as f64).powi(3) / best
+}
+
+/// Operations per second of a product of 8192 x 8192 x 8192 in bf16.
 fn peak(device: &Device) -> Result<f64, TrainError> {
     const SIZE: usize = 8192;
     const RUNS: usize = 10;
@@ -370,7 +463,8 @@ fn compare(ordinal: usize, case: &Case, list: &mut Vec<Difference>) -> Result<()
         let mut gradients = step.gradients()?;
         let norm = clip_gradients(&mut gradients, limit);
         optimizer.update(&mut updated, &gradients, 1e-3, *train_lm_head);
-        step.update(1e-3, limit)?;
+        step.clip(limit)?;
+        step.update(1e-3)?;
         note("gradient norm", (step.gradient_norm()? - norm).abs() / norm, 1e-4);
         let after = step.weights()?;
         let mut worst = 0.0_f64;

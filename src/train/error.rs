@@ -21,6 +21,8 @@ pub enum TrainError {
     Rope(#[from] RopeError),
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    #[error("train.device = \"cuda\": {reason}; with \"auto\" the CPU trains where no GPU can")]
+    Device { reason: CudaError },
     #[error("loss became {loss} at step {step}; lower the learning rate or look at the samples of this step")]
     NotFinite { step: u64, loss: f64 },
     #[error("the sample source is empty; record traffic first or widen the selection")]

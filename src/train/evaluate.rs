@@ -4,10 +4,7 @@
 //! something only where steps before it were right, and there both embed the same. So every chain is computed once, teacher
 //! forced, and the walk of the engine is done over the results.
 
-use crate::compute::Real;
-use crate::head::HeadTensors;
-
-use super::{SampleSource, Step, TrainError};
+use super::{Drafter, SampleSource, TrainError};
 
 /// How well a head drafts.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
@@ -40,14 +37,13 @@ impl Score {
     }
 }
 
-/// Scores all samples that a source still has; `step`'s unroll is the number of tokens drafted, `batch` documents go at a time.
-pub fn evaluate<T: Real>(
-    step: &mut Step<T>,
-    weights: &HeadTensors<T>,
+/// Scores all samples that a source still has, drafting S tokens in a row; `batch` documents go at a time.
+pub fn evaluate(
+    head: &mut dyn Drafter,
     source: &dyn SampleSource,
     batch: usize,
 ) -> Result<Score, TrainError> {
-    let steps = step.steps();
+    let steps = head.unroll();
     let mut score = Score { accepted: vec![0; steps], ..Score::default() };
     let mut sums = vec![0.0_f64; steps];
     let mut supervised = vec![0_u64; steps];
@@ -59,8 +55,8 @@ pub fn evaluate<T: Real>(
             samples.extend(source.load(index).map_err(|source| TrainError::Sample { index, source })?);
         }
         let documents: Vec<_> = samples.iter().map(|sample| sample.document()).collect();
-        let report = step.forward(weights, &documents)?;
-        for hits in step.hits(documents.len()) {
+        let (report, hits) = head.draft(&documents)?;
+        for hits in hits {
             score.walk(&hits, steps);
         }
         for k in 0..steps {
@@ -71,7 +67,7 @@ pub fn evaluate<T: Real>(
         start = end;
     }
     for k in 0..steps {
-        score.loss += step.decay().powi(k as i32) * sums[k] / supervised[k].max(1) as f64;
+        score.loss += head.decay().powi(k as i32) * sums[k] / supervised[k].max(1) as f64;
     }
     let drafts = score.drafts.max(1) as f64;
     score.accepted_per_position = score.accepted.iter().map(|count| *count as f64 / drafts).collect();

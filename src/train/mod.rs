@@ -19,6 +19,7 @@
 //! the forward KL divergence from the target to the draft.
 
 mod attention;
+mod backend;
 mod bench;
 mod checkpoint;
 mod cuda;
@@ -32,7 +33,10 @@ mod shuffle;
 mod step;
 mod tensors;
 
-pub use bench::{BenchOptions, BenchReport, Difference, compare_with_cpu, config_by_name, measure};
+pub use backend::{DraftOptions, Drafter, check_device, open_drafter};
+pub use bench::{
+    BenchOptions, BenchReport, Difference, compare_with_cpu, config_by_name, measure_on_cpu, measure_on_gpu,
+};
 pub use checkpoint::{Checkpoint, Progress};
 pub use cuda::{CudaBatch, CudaStep};
 pub use data::{Document, DraftTarget, OwnedSample, SampleSource};
@@ -41,5 +45,5 @@ pub use evaluate::{Score, evaluate};
 pub use optimizer::{AdamW, AdamWOptions, Schedule, clip_gradients};
 pub use run::{BatchSize, Control, Observer, Outcome, TrainEvent, TrainOptions, train};
 pub use shuffle::shuffled;
-pub use step::{Step, StepReport};
+pub use step::{Step, StepLaps, StepReport};
 pub use tensors::{check_shapes, named, named_mut, zeros};

@@ -4,12 +4,13 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::TrainDevice;
 use crate::head::{HeadConfig, HeadTensors};
 
-use super::optimizer::{AdamW, AdamWOptions, Schedule, clip_gradients};
+use super::backend::{DraftOptions, Drafter, open_backend};
+use super::optimizer::{AdamW, AdamWOptions, Schedule};
 use super::shuffle::shuffled;
-use super::tensors::zeros;
-use super::{Checkpoint, DraftTarget, OwnedSample, Progress, SampleSource, Step, StepReport, TrainError};
+use super::{Checkpoint, DraftTarget, OwnedSample, Progress, SampleSource, StepReport, TrainError};
 
 /// How much goes into one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -49,6 +50,9 @@ pub struct TrainOptions {
     /// Go on from the checkpoint in `checkpoint_directory` if there is one.
     #[serde(skip)]
     pub resume: bool,
+    /// Where this process trains. A run may go on elsewhere than where it began, then not to the bit.
+    #[serde(skip)]
+    pub device: TrainDevice,
 }
 
 impl Default for TrainOptions {
@@ -69,6 +73,7 @@ impl Default for TrainOptions {
             checkpoint_directory: None,
             checkpoint_every: 0,
             resume: false,
+            device: TrainDevice::Cpu,
         }
     }
 }
@@ -95,7 +100,7 @@ pub enum Control {
 pub trait Observer {
     /// After every `evaluate_every` steps and after the last, before [`Observer::step`] of the same step: the place to
     /// score on held-out samples.
-    fn evaluate(&mut self, _weights: &HeadTensors<f32>, _event: &TrainEvent) -> Control {
+    fn evaluate(&mut self, _head: &mut dyn Drafter, _event: &TrainEvent) -> Control {
         Control::Continue
     }
 
@@ -117,7 +122,8 @@ pub struct Outcome {
     pub stopped: bool,
 }
 
-/// Trains `weights` on `source`. Same inputs, same machine: the same weights to the bit, resumed or not.
+/// Trains `weights` on `source`. On the CPU, same inputs and same machine give the same weights to the bit, resumed or
+/// not.
 pub fn train(
     options: &TrainOptions,
     config: &HeadConfig,
@@ -126,23 +132,23 @@ pub fn train(
     source: &dyn SampleSource,
     observer: &mut dyn Observer,
 ) -> Result<Outcome, TrainError> {
-    let mut state = start(options, config, weights)?;
-    let mut step = Step::<f32>::new(config, options.unroll, options.decay, target)?;
-    step.set_train_lm_head(options.train_lm_head);
-    let mut gradients = zeros(config);
+    let state = start(options, config, weights)?;
+    let mut progress = state.progress.clone();
+    let draft = DraftOptions { config, unroll: options.unroll, decay: options.decay };
+    let mut backend = open_backend(options.device, draft, options.train_lm_head, state, target)?;
     let mut order = Order { length: source.len(), pass: None, numbers: Vec::new() };
     let mut stopped = false;
-    while state.progress.step < options.steps && !stopped {
-        let samples = next_batch(options.batch, source, &mut order, &mut state.progress)?;
+    while progress.step < options.steps && !stopped {
+        let samples = next_batch(options.batch, source, &mut order, &mut progress)?;
         let documents: Vec<_> = samples.iter().map(OwnedSample::document).collect();
-        let report = step.forward_backward(&state.weights, &documents, &mut gradients)?;
-        state.progress.step += 1;
-        state.progress.tokens += report.tokens;
-        let now = state.progress.step;
+        let report = backend.forward_backward(&documents)?;
+        progress.step += 1;
+        progress.tokens += report.tokens;
+        let now = progress.step;
         if !report.loss.is_finite() {
             return Err(TrainError::NotFinite { step: now, loss: report.loss });
         }
-        let gradient_norm = clip_gradients(&mut gradients, options.clip);
+        let gradient_norm = backend.clip(options.clip)?;
         if !gradient_norm.is_finite() {
             return Err(TrainError::NotFinite { step: now, loss: gradient_norm });
         }
@@ -150,7 +156,7 @@ pub fn train(
             options.learning_rate * options.schedule.factor(now, options.warmup, options.steps);
         // A batch with nothing to learn from would still move the weights by old momentum.
         if report.supervised[0] > 0 {
-            state.optimizer.update(&mut state.weights, &gradients, learning_rate, options.train_lm_head);
+            backend.update(learning_rate)?;
         }
         metrics::counter!("draftsmith_train_steps_total").increment(1);
         metrics::counter!("draftsmith_train_tokens_total").increment(report.tokens);
@@ -159,19 +165,22 @@ pub fn train(
         metrics::gauge!("draftsmith_train_learning_rate").set(learning_rate);
         metrics::gauge!("draftsmith_train_gradient_norm").set(gradient_norm);
 
-        let event = TrainEvent { progress: &state.progress, report: &report, learning_rate, gradient_norm };
+        let event = TrainEvent { progress: &progress, report: &report, learning_rate, gradient_norm };
         let last = now == options.steps;
         if last || (options.evaluate_every > 0 && now.is_multiple_of(options.evaluate_every)) {
-            stopped = observer.evaluate(&state.weights, &event) == Control::Stop;
+            stopped = observer.evaluate(&mut *backend, &event) == Control::Stop;
         }
         stopped |= observer.step(&event) == Control::Stop;
         let due = options.checkpoint_every > 0 && now.is_multiple_of(options.checkpoint_every);
         if let Some(directory) = options.checkpoint_directory.as_deref().filter(|_| last || stopped || due) {
+            let state = backend.state()?;
+            state.progress = progress.clone();
             state.save(directory, config)?;
         }
     }
-    let stopped = state.progress.step < options.steps;
-    Ok(Outcome { weights: state.weights, progress: state.progress, stopped })
+    let stopped = progress.step < options.steps;
+    let weights = std::mem::take(&mut backend.state()?.weights);
+    Ok(Outcome { weights, progress, stopped })
 }
 
 fn start(

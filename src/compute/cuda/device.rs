@@ -24,6 +24,8 @@ pub enum CudaError {
         "{0} cannot be opened; install the NVIDIA driver and CUDA 13 (libcublasLt, libnvrtc), or set LD_LIBRARY_PATH"
     )]
     Missing(&'static str),
+    #[error("no GPU number {ordinal}: the driver shows {count}; see nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    NoGpu { ordinal: usize, count: usize },
     #[error("the head's shape on the GPU: {0}")]
     Shape(String),
     #[error("{bytes} bytes of GPU memory: {source}; train with fewer tokens in a batch or a shorter unroll")]
@@ -38,7 +40,20 @@ pub enum CudaError {
 
 /// Whether this machine has the driver, NVRTC and cublasLt, and a GPU.
 pub fn is_present() -> bool {
-    missing_library().is_none() && CudaContext::device_count().is_ok_and(|count| count > 0)
+    check(0).is_ok()
+}
+
+/// An error that says what is missing for GPU number `ordinal` to be opened.
+pub fn check(ordinal: usize) -> Result<(), CudaError> {
+    if let Some(library) = missing_library() {
+        return Err(CudaError::Missing(library));
+    }
+    // A driver without a GPU refuses to count.
+    let count = CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0));
+    if ordinal >= count {
+        return Err(CudaError::NoGpu { ordinal, count });
+    }
+    Ok(())
 }
 
 fn missing_library() -> Option<&'static str> {
@@ -87,9 +102,7 @@ pub(super) enum Argument {
 impl Device {
     /// Opens GPU number `ordinal` and compiles the kernels for a head's shape.
     pub fn open(ordinal: usize, shape: Shape) -> Result<Self, CudaError> {
-        if let Some(library) = missing_library() {
-            return Err(CudaError::Missing(library));
-        }
+        check(ordinal)?;
         shape.check()?;
         let context = CudaContext::new(ordinal)?;
         // SAFETY: all work goes to one stream, so that its order is all the synchronisation that is needed.

@@ -16,6 +16,6 @@ mod product;
 
 pub use buffer::{Buffer, Matrix};
 pub use compile::{Shape, compile, compiler_is_present};
-pub use device::{CudaError, Device, Lap, is_present};
+pub use device::{CudaError, Device, Lap, check, is_present};
 pub use kernels::{Attention, KeyTile, QueryTile, Update};
 pub use product::Form;

@@ -6,6 +6,7 @@
 //! from the gradient of the matrix behind (`frozen_norm_gradient`); gradients of step 0's keys come from all steps' queries
 //! in one pass.
 
+mod backend;
 mod batch;
 mod buffers;
 mod parameters;
@@ -18,10 +19,11 @@ use crate::compute::RopeTable;
 use crate::compute::cuda::{Attention, Buffer, Device, Form, Matrix, Shape, Update};
 use crate::head::{HeadConfig, HeadTensors};
 
-use super::optimizer::AdamWOptions;
-use super::tensors::check_shapes;
+use super::optimizer::{AdamW, AdamWOptions};
+use super::tensors::{check_shapes, zeros};
 use super::{Document, DraftTarget, StepReport, TrainError};
 
+pub(super) use backend::CudaBackend;
 pub use batch::CudaBatch;
 use buffers::Buffers;
 use parameters::Parameters;
@@ -139,12 +141,48 @@ impl CudaStep {
 
     /// The trained weights; a frozen `lm_head` is 0 there.
     pub fn weights(&self) -> Result<HeadTensors<f32>, TrainError> {
-        Ok(self.parameters.download(&self.device, &self.config, &self.parameters.weights)?)
+        let mut weights = zeros(&self.config);
+        self.parameters.download(&self.device, &self.parameters.weights, &mut weights)?;
+        Ok(weights)
     }
 
     /// The gradients of the last batch, before clipping.
     pub fn gradients(&self) -> Result<HeadTensors<f32>, TrainError> {
-        Ok(self.parameters.download(&self.device, &self.config, &self.parameters.gradients)?)
+        let mut gradients = zeros(&self.config);
+        self.parameters.download(&self.device, &self.parameters.gradients, &mut gradients)?;
+        Ok(gradients)
+    }
+
+    /// Takes over an optimizer's moments and its count of updates.
+    pub fn set_optimizer(&mut self, optimizer: &AdamW) -> Result<(), TrainError> {
+        check_shapes(&self.config, &optimizer.first)?;
+        check_shapes(&self.config, &optimizer.second)?;
+        self.parameters.upload(&self.device, &optimizer.first, &self.parameters.first)?;
+        self.parameters.upload(&self.device, &optimizer.second, &self.parameters.second)?;
+        self.options = optimizer.options.clone();
+        self.updates = optimizer.updates;
+        Ok(())
+    }
+
+    /// Waits; writes weights and moments over those given. A frozen `lm_head` is left alone.
+    pub fn save(&self, weights: &mut HeadTensors<f32>, optimizer: &mut AdamW) -> Result<(), TrainError> {
+        let parameters = &self.parameters;
+        parameters.download(&self.device, &parameters.weights, weights)?;
+        parameters.download(&self.device, &parameters.first, &mut optimizer.first)?;
+        parameters.download(&self.device, &parameters.second, &mut optimizer.second)?;
+        optimizer.updates = self.updates;
+        Ok(())
+    }
+
+    /// Loss of a batch; returns before it is computed.
+    pub fn forward_only(&mut self, batch: &CudaBatch) -> Result<(), TrainError> {
+        if batch.chains == 0 {
+            return Ok(());
+        }
+        self.prepare(batch)?;
+        let sizes = self.sizes(batch);
+        self.forward(batch, sizes)?;
+        self.losses(batch, sizes, false)
     }
 
     /// Loss and gradients of a batch; returns before they are computed.
@@ -161,14 +199,20 @@ impl CudaStep {
         self.weight_gradients(batch, sizes)
     }
 
-    /// Clips the gradients to a joint norm of `limit` and makes one update; returns before it is done.
-    pub fn update(&mut self, learning_rate: f64, limit: f64) -> Result<(), TrainError> {
+    /// Measures the gradients, so that the next update scales them to a joint norm of at most `limit`; returns before it
+    /// is done.
+    pub fn clip(&mut self, limit: f64) -> Result<(), TrainError> {
+        let scratch = &self.buffers.partial;
+        self.device.gradient_norm(&self.parameters.gradients, limit as f32, scratch, &self.clip)?;
+        Ok(())
+    }
+
+    /// One update by the gradients, clipped; returns before it is done.
+    pub fn update(&mut self, learning_rate: f64) -> Result<(), TrainError> {
         self.updates += 1;
         let power = i32::try_from(self.updates).unwrap_or(i32::MAX);
         let options = &self.options;
         let parameters = &self.parameters;
-        let scratch = &self.buffers.partial;
-        self.device.gradient_norm(&parameters.gradients, limit as f32, scratch, &self.clip)?;
         self.device.adamw(
             (&parameters.weights, &parameters.copies, &parameters.gradients),
             (&parameters.first, &parameters.second),
@@ -186,7 +230,7 @@ impl CudaStep {
         Ok(())
     }
 
-    /// Waits; the joint norm of the last update's gradients before clipping.
+    /// Waits; the joint norm of the gradients when they were last clipped, before it.
     pub fn gradient_norm(&self) -> Result<f64, TrainError> {
         Ok(f64::from(self.device.copy_out(self.clip.head(1, 2))?[0]))
     }
@@ -205,7 +249,6 @@ impl CudaStep {
             return Ok(report);
         }
         let losses = self.device.copy_out(self.buffers.losses.head(steps, chains))?;
-        let best = self.device.copy_out(self.buffers.best.head(steps, chains))?;
         for step in 0..steps {
             let sum: f64 =
                 losses[step * chains..(step + 1) * chains].iter().map(|loss| f64::from(*loss)).sum();
@@ -214,16 +257,39 @@ impl CudaStep {
             }
             report.loss += self.decay.powi(step as i32) * report.step_losses[step];
         }
-        for chain in 0..chains {
-            for step in 0..steps {
-                let token = self.draft_ids[best[step * chains + chain] as usize];
-                if chain + step >= batch.host_ends[chain] || token != batch.labels[chain + step] {
-                    break;
+        for hits in self.hits(batch)? {
+            for chain in hits.chunks(steps) {
+                for (step, _) in chain.iter().enumerate().take_while(|(_, hit)| **hit) {
+                    report.correct[step] += 1;
                 }
-                report.correct[step] += 1;
             }
         }
         Ok(report)
+    }
+
+    /// Waits; for each document with chains, as [`super::Step::hits`] has it.
+    pub fn hits(&self, batch: &CudaBatch) -> Result<Vec<Vec<bool>>, TrainError> {
+        let (chains, steps) = (batch.chains, self.steps);
+        if chains == 0 {
+            return Ok(Vec::new());
+        }
+        let best = self.device.copy_out(self.buffers.best.head(steps, chains))?;
+        let mut list = Vec::new();
+        for document in batch.host_ends.chunk_by(|a, b| a == b) {
+            let end = document[0];
+            let mut hits = Vec::with_capacity(document.len() * steps);
+            for chain in end - document.len()..end {
+                for step in 0..steps {
+                    // Step k of chain c is about the same token as step 0 of chain c + k. Where the logits are no numbers,
+                    // the best token is none.
+                    let token = self.draft_ids.get(best[step * chains + chain] as usize);
+                    let is_hit = chain + step < end && token == batch.labels.get(chain + step);
+                    hits.push(is_hit);
+                }
+            }
+            list.push(hits);
+        }
+        Ok(list)
     }
 
     fn sizes(&self, batch: &CudaBatch) -> Sizes {

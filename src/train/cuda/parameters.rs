@@ -3,9 +3,9 @@
 use half::bf16;
 
 use crate::compute::cuda::{Buffer, CudaError, Device, Matrix};
-use crate::head::{HeadConfig, HeadTensors};
+use crate::head::HeadTensors;
 
-use super::super::tensors::{named, named_mut, zeros};
+use super::super::tensors::{named, named_mut};
 
 /// Elements that each tensor starts at a multiple of. Sizes of q, k and v, of gate and up, and of the norms of fc are
 /// such multiples for every shape that the kernels take at all with heads of 64, so that they lie side by side.
@@ -82,20 +82,35 @@ impl Parameters {
         self.gradients.matrix(self.start(name), rows, width)
     }
 
-    /// One of the flat arrays as tensors; what is not trained stays 0.
+    /// One of the flat arrays, written over the tensors that it holds.
     pub fn download(
         &self,
         device: &Device,
-        config: &HeadConfig,
         flat: &Buffer<f32>,
-    ) -> Result<HeadTensors<f32>, CudaError> {
+        tensors: &mut HeadTensors<f32>,
+    ) -> Result<(), CudaError> {
         let values = device.copy_out(flat.head(1, flat.len()))?;
-        let mut tensors = zeros(config);
-        for (name, tensor) in named_mut(&mut tensors) {
+        for (name, tensor) in named_mut(tensors) {
             if let Some(place) = self.places.iter().find(|place| place.name == name) {
                 tensor.copy_from_slice(&values[place.start..place.start + place.length]);
             }
         }
-        Ok(tensors)
+        Ok(())
+    }
+
+    /// The way back of [`Parameters::download`].
+    pub fn upload(
+        &self,
+        device: &Device,
+        tensors: &HeadTensors<f32>,
+        flat: &Buffer<f32>,
+    ) -> Result<(), CudaError> {
+        let mut values = vec![0.0; flat.len()];
+        for (name, tensor) in named(tensors) {
+            if let Some(place) = self.places.iter().find(|place| place.name == name) {
+                values[place.start..place.start + place.length].copy_from_slice(tensor);
+            }
+        }
+        device.copy_in(&values, flat.head(1, flat.len()))
     }
 }

@@ -7,6 +7,7 @@ mod backward;
 mod forward;
 
 use std::borrow::Cow;
+use std::time::{Duration, Instant};
 
 use crate::compute::{Real, RopeTable};
 use crate::head::{HeadConfig, HeadTensors};
@@ -125,6 +126,16 @@ pub struct Step<'a, T: Real> {
     /// Kept while a forward-only call runs.
     spare_gradients: Option<LossGradients<T>>,
     labels: Vec<u32>,
+    laps: StepLaps,
+}
+
+/// Where the time of a step went.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StepLaps {
+    pub forward: Duration,
+    /// Logits, their gradients, and what these give to the outputs and the output head.
+    pub loss: Duration,
+    pub backward: Duration,
 }
 
 impl<'a, T: Real> Step<'a, T> {
@@ -197,6 +208,7 @@ impl<'a, T: Real> Step<'a, T> {
             loss_output: LossOutput { sums: Vec::new(), best: vec![Vec::new(); steps], gradients: None },
             spare_gradients: Some(gradients),
             labels: Vec::new(),
+            laps: StepLaps::default(),
         })
     }
 
@@ -213,6 +225,11 @@ impl<'a, T: Real> Step<'a, T> {
     /// The weight of each further step.
     pub fn decay(&self) -> f64 {
         self.decay
+    }
+
+    /// Of the last [`Step::forward_backward`].
+    pub fn laps(&self) -> StepLaps {
+        self.laps
     }
 
     /// Loss and metrics of a batch, without gradients.
@@ -238,11 +255,13 @@ impl<'a, T: Real> Step<'a, T> {
     ) -> Result<StepReport, TrainError> {
         check_shapes(&self.config, weights)?;
         check_shapes(&self.config, gradients)?;
+        let began = Instant::now();
         for (_, values) in named_mut(gradients) {
             values.fill(T::ZERO);
         }
         self.pack(documents)?;
         self.unroll(weights, documents);
+        let unrolled = Instant::now();
         let mut buffers = self
             .spare_gradients
             .take()
@@ -260,7 +279,10 @@ impl<'a, T: Real> Step<'a, T> {
         if self.train_lm_head {
             gradients.lm_head = std::mem::take(&mut buffers.head);
         }
+        let judged = Instant::now();
         self.back(weights, &buffers.outputs, gradients);
+        self.laps =
+            StepLaps { forward: unrolled - began, loss: judged - unrolled, backward: judged.elapsed() };
         self.spare_gradients = Some(buffers);
         Ok(self.report(documents))
     }
