@@ -285,8 +285,9 @@ fn fake_vllm() -> (String, std::sync::mpsc::Receiver<String>) {
             }
             let answer = json!({ "results": [{
                 "digest": digest, "loaded_at": 1.5, "swaps": 1, "refusals": 0,
-                "tap": { "combined": 0, "scattered": 0, "exported": 0, "refused": 0, "dropped": 0, "failed": 0,
-                    "bytes_written": 0, "enabled": true, "buffer_bytes": 8 },
+                "tap": { "enabled": true, "steps": 0, "captured_steps": 0, "missed_steps": 0, "overrun_steps": 0, "exported": 0,
+                    "not_sampled": 0, "over_budget": 0, "incomplete": 0, "dropped": 0, "failed": 0, "bytes_written": 0,
+                    "host_bytes": 8, "device_bytes": 0 },
             }] })
             .to_string();
             let length = answer.len();

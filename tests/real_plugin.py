@@ -265,6 +265,30 @@ assert meta["head_swapped"] == "true"
 print("states over swaps", error)
 print("after swaps", now)
 
+# staged while a request runs, then committed
+def stage(path, name):
+    code, text = call("/collective_rpc", {"method": "draftsmith_stage", "args": [path, name]})
+    assert code == 200, text
+    while (staging := status()["staging"])["state"] == "running":
+        assert staging["digest"] == name
+    return staging
+started = os.path.join(options.head, "model.safetensors")
+stream = {}
+thread = threading.Thread(target=lambda: stream.update(complete("Rivers of Europe:", 120)))
+thread.start()
+staging = stage(started, digest(started))
+assert staging["state"] == "ready" and status()["digest"] == digest(second), "staging alone changes nothing"
+assert swap(started, digest=digest(started)) is None
+thread.join()
+assert stream["choices"][0]["text"] == quiet
+assert status()["digest"] == digest(started) and status()["staging"]["state"] == "none"
+for path in cases.values():
+    staging = stage(path, digest(path) if os.path.exists(path) else "0")
+    assert staging["state"] == "failed" and staging["error"], staging
+assert stage(second, "0" * 64)["state"] == "failed", "the digest of another file"
+assert status()["digest"] == digest(started)
+print("staged, committed, refused:", staging["error"][:80])
+
 # d2t: with a zero lm_head all logits tie and the head drafts the lowest target id, which d2t alone decides
 def always(token):
     def change(t):
@@ -295,6 +319,8 @@ final = status()
 assert final["digest"] == first["digest"]
 tap = final["tap"]
 assert ended_counts() == counted()
-assert tap["combined"] == tap["scattered"] and not tap["failed"] and not tap["refused"] and not tap["dropped"]
+assert tap["steps"] == tap["captured_steps"] > 0
+for reason in ("missed_steps", "overrun_steps", "not_sampled", "over_budget", "incomplete", "dropped", "failed"):
+    assert tap[reason] == 0, reason
 print("end", final)
 assert not [name for name in os.listdir(options.transfer) if name.startswith(".")]

@@ -31,6 +31,11 @@ impl Default for Timeouts {
     }
 }
 
+/// The route of the plugin's own calls.
+const WORKER_CALL: &str = "/collective_rpc";
+/// Between two looks at a head that is being staged: a worker tells nobody when it is done.
+const STAGING_POLL: Duration = Duration::from_millis(100);
+
 /// Why a call of vLLM gave no result.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -47,6 +52,9 @@ pub enum ClientError {
     Refused { url: String, status: u16, message: String },
     #[error("{url} gave an answer that cannot be read: {reason}")]
     Unreadable { url: String, reason: String },
+    /// The plugin's own words. The live head stays.
+    #[error("the head was not staged: {reason}")]
+    Staging { reason: String },
     /// The swap calls went through, but the server then named another head.
     #[error("after the swap vLLM names head {found:?}, not {wanted}; send the last good head again")]
     Unverified { wanted: String, found: Option<String> },
@@ -88,6 +96,8 @@ pub struct PluginStatus {
     /// Files refused since the start.
     pub refusals: u64,
     pub tap: TapCounters,
+    /// None: the server's weight-transfer backend is not ours.
+    pub staging: Option<StagingStatus>,
 }
 
 /// The tap's counters since the server started.
@@ -95,21 +105,50 @@ pub struct PluginStatus {
 pub struct TapCounters {
     /// False: the server runs without the connector.
     pub enabled: bool,
-    /// Steps whose states the draft model was given.
-    pub combined: u64,
-    /// Steps whose states were kept; where fewer than `combined`, nothing is exported any more.
-    pub scattered: u64,
+    /// Steps that ran the model.
+    pub steps: u64,
+    /// Of these, steps whose states were taken.
+    pub captured_steps: u64,
+    /// Steps whose states vLLM never handed over. What ran in one is not exported.
+    pub missed_steps: u64,
+    /// Steps whose states came while those before them still waited for the host. What ran in one is not exported.
+    pub overrun_steps: u64,
     /// Requests whose states were written.
     pub exported: u64,
-    /// Requests not written since steps were missed.
-    pub refused: u64,
-    /// Requests not written for lack of room.
+    /// Requests that the sampling rate left out.
+    pub not_sampled: u64,
+    /// Requests not written since the host's memory budget was used up while they ran.
+    pub over_budget: u64,
+    /// Requests not written since a row was missing.
+    pub incomplete: u64,
+    /// Requests not written for lack of room for the file.
     pub dropped: u64,
     /// Requests that failed to be written.
     pub failed: u64,
     pub bytes_written: u64,
-    /// Size of the side buffer, on the KV cache's device.
-    pub buffer_bytes: u64,
+    /// Host memory for rows.
+    pub host_bytes: u64,
+    /// GPU memory for rows on their way to the host.
+    pub device_bytes: u64,
+}
+
+/// A head on its way to vLLM's device.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+pub struct StagingStatus {
+    pub state: StagingState,
+    /// sha256 (hex) of the file, as the caller named it.
+    pub digest: Option<String>,
+    /// Why it failed.
+    pub error: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StagingState {
+    None,
+    Running,
+    Ready,
+    Failed,
 }
 
 /// How long the parts of a swap took.
@@ -181,30 +220,62 @@ impl Client {
 
     /// What the plugin says of the live head and the tap. `Refused` where the server runs without the plugin.
     pub async fn status(&self) -> Result<PluginStatus, ClientError> {
-        #[derive(Deserialize)]
-        struct Results {
-            results: Vec<PluginStatus>,
-        }
-        let route = "/collective_rpc";
-        let body = self.post(route, &json!({"method": "draftsmith_status", "timeout": 30})).await?;
+        let results = self.worker_statuses().await?;
         let unreadable =
-            |reason: &str| ClientError::Unreadable { url: self.url(route), reason: reason.to_owned() };
-        let results = self.read::<Results>(route, &body)?.results;
+            |reason: &str| ClientError::Unreadable { url: self.url(WORKER_CALL), reason: reason.to_owned() };
         let digests_differ =
             results.windows(2).any(|pair| pair[0].swaps > 0 && pair[0].digest != pair[1].digest);
         if digests_differ {
             return Err(unreadable("the workers hold different heads; send the last good head again"));
         }
+        // rank 0, which has the tap, comes first
         results.into_iter().next().ok_or_else(|| unreadable("no worker answered"))
+    }
+
+    /// One for each worker.
+    async fn worker_statuses(&self) -> Result<Vec<PluginStatus>, ClientError> {
+        #[derive(Deserialize)]
+        struct Results {
+            results: Vec<PluginStatus>,
+        }
+        let body = self.post(WORKER_CALL, &json!({"method": "draftsmith_status", "timeout": 30})).await?;
+        Ok(self.read::<Results>(WORKER_CALL, &body)?.results)
+    }
+
+    /// Has every worker read the file, check it and copy it to its device, while requests run, and waits for that.
+    async fn stage(&self, path: &Path, digest: &str) -> Result<(), ClientError> {
+        let call = json!({"method": "draftsmith_stage", "args": [path.to_string_lossy(), digest], "timeout": 30});
+        self.post(WORKER_CALL, &call).await?;
+        let begun = Instant::now();
+        loop {
+            let mut running = false;
+            for staging in self.worker_statuses().await?.into_iter().filter_map(|status| status.staging) {
+                if staging.digest.as_deref() != Some(digest) {
+                    return Err(ClientError::Staging { reason: "another head was staged meanwhile".to_owned() });
+                }
+                if staging.state == StagingState::Failed {
+                    return Err(ClientError::Staging { reason: staging.error.unwrap_or_default() });
+                }
+                running |= staging.state == StagingState::Running;
+            }
+            if !running {
+                return Ok(());
+            }
+            if begun.elapsed() > self.timeouts.control {
+                return Err(ClientError::Timeout { url: self.url(WORKER_CALL), limit: self.timeouts.control });
+            }
+            tokio::time::sleep(STAGING_POLL).await;
+        }
     }
 
     /// Makes the head of the safetensors file `path` live, while requests run, and reads back that it is.
     ///
     /// `path` must be absolute and be readable by vLLM. `digest` is the file's sha256 in hex; the plugin refuses a file
-    /// of another. A refused head (`Refused`) leaves the live one as it was. After `Timeout` or `Unverified` ask
+    /// of another. A refused head (`Staging`, `Refused`) leaves the live one as it was. After `Timeout` or `Unverified` ask
     /// [`Client::status`]. `label` becomes vLLM's weight_version.
     pub async fn swap(&self, path: &Path, digest: &str, label: &str) -> Result<SwapReport, ClientError> {
         let begun = Instant::now();
+        self.stage(path, digest).await?;
         let start = "/start_draft_weight_update";
         let started = self.post(start, &json!({})).await;
         let left_open = matches!(&started, Err(ClientError::Refused { message, .. }) if message.contains("already active"));
@@ -365,45 +436,70 @@ mod tests {
         (Client::new(&base, Timeouts::default()).unwrap(), task)
     }
 
-    const STATUS: &str = r#"{"results":[{"digest":"abc","loaded_at":1.5,"swaps":1,"refusals":0,"tap":{"combined":2,
-        "scattered":2,"exported":1,"refused":0,"dropped":0,"failed":0,"bytes_written":9,"enabled":true,"buffer_bytes":8}}]}"#;
+    const STATUS: &str = r#"{"results":[{"digest":"abc","loaded_at":1.5,"swaps":1,"refusals":0,"tap":{"enabled":true,"steps":2,
+        "captured_steps":2,"missed_steps":0,"overrun_steps":0,"exported":1,"not_sampled":0,"over_budget":0,"incomplete":0,
+        "dropped":0,"failed":0,"bytes_written":9,"host_bytes":8,"device_bytes":8},"staging":null}]}"#;
+    /// [`STATUS`] with a head on its way.
+    fn staging(state: &str, digest: &str) -> &'static str {
+        let told = format!(r#"{{"state":"{state}","digest":"{digest}","error":"fc.weight: missing"}}"#);
+        STATUS.replace("null}", &format!("{told}}}")).leak()
+    }
     const OPEN: &str = r#"{"error":{"message":"Call to collective_rpc method failed: Worker failed with error 'start_weight_update called while a weight update is already active. Call finish_weight_update first.', please check the stack trace above for the root cause","code":500}}"#;
 
     #[tokio::test]
-    async fn swap_makes_the_three_calls_and_reads_the_digest_back() {
-        let (client, task) = server(vec![(200, "{}"), (200, "{}"), (200, "{}"), (200, STATUS)]).await;
+    async fn swap_stages_makes_the_three_calls_and_reads_the_digest_back() {
+        let staged = [(200, "{}"), (200, staging("running", "abc")), (200, staging("ready", "abc"))];
+        let swapped = [(200, "{}"), (200, "{}"), (200, "{}"), (200, STATUS)];
+        let (client, task) = server([&staged[..], &swapped[..]].concat()).await;
         client.swap(Path::new("/heads/a.safetensors"), "abc", "head-a").await.unwrap();
         let requests = task.await.unwrap();
         let routes: Vec<&str> = requests.iter().filter_map(|request| request.split(' ').nth(1)).collect();
         let wanted =
             ["/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc"];
-        assert_eq!(routes, wanted);
-        assert!(requests[1].ends_with(r#"{"update_info":{"path":"/heads/a.safetensors","digest":"abc"}}"#));
-        assert!(requests[2].ends_with(r#"{"weight_version":"head-a"}"#));
+        assert_eq!(routes[..3], ["/collective_rpc"; 3]);
+        assert_eq!(routes[3..], wanted);
+        assert!(requests[0].contains(r#""method":"draftsmith_stage""#), "{}", requests[0]);
+        assert!(requests[4].ends_with(r#"{"update_info":{"path":"/heads/a.safetensors","digest":"abc"}}"#));
+        assert!(requests[5].ends_with(r#"{"weight_version":"head-a"}"#));
     }
 
     #[tokio::test]
     async fn swap_tells_when_another_head_is_live() {
-        let (client, _task) = server(vec![(200, "{}"), (200, "{}"), (200, "{}"), (200, STATUS)]).await;
+        let staged = [(200, "{}"), (200, STATUS)];
+        let swapped = [(200, "{}"), (200, "{}"), (200, "{}"), (200, STATUS)];
+        let (client, _task) = server([&staged[..], &swapped[..]].concat()).await;
         let error = client.swap(Path::new("/a"), "def", "x").await.unwrap_err();
         assert!(matches!(error, ClientError::Unverified { found: Some(found), .. } if found == "abc"));
     }
 
     #[tokio::test]
     async fn swap_closes_a_session_that_was_left_open() {
-        let answers = vec![(500, OPEN), (200, "{}"), (200, "{}"), (200, "{}"), (200, "{}"), (200, STATUS)];
-        let (client, task) = server(answers).await;
+        let staged = [(200, "{}"), (200, STATUS)];
+        let swapped = [(500, OPEN), (200, "{}"), (200, "{}"), (200, "{}"), (200, "{}"), (200, STATUS)];
+        let (client, task) = server([&staged[..], &swapped[..]].concat()).await;
         client.swap(Path::new("/a"), "abc", "x").await.unwrap();
-        assert_eq!(task.await.unwrap().len(), 6);
+        assert_eq!(task.await.unwrap().len(), 8);
     }
 
     #[tokio::test]
     async fn a_refused_head_gives_the_plugins_words() {
         let body = r#"{"error":{"message":"Call to collective_rpc method failed: Worker failed with error 'fc.weight: missing', please check the stack trace above for the root cause","code":500}}"#;
-        let (client, _task) = server(vec![(200, "{}"), (500, body)]).await;
+        let (client, _task) = server(vec![(200, "{}"), (200, STATUS), (200, "{}"), (500, body)]).await;
         match client.swap(Path::new("/a"), "abc", "x").await.unwrap_err() {
             ClientError::Refused { status: 500, message, .. } => assert_eq!(message, "fc.weight: missing"),
             other => panic!("{other}"),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_head_that_is_not_staged_is_not_swapped_in() {
+        let cases = [("failed", "abc", "fc.weight: missing"), ("ready", "other", "meanwhile")];
+        for (state, digest, words) in cases {
+            let (client, _task) = server(vec![(200, "{}"), (200, staging(state, digest))]).await;
+            match client.swap(Path::new("/a"), "abc", "x").await.unwrap_err() {
+                ClientError::Staging { reason } => assert!(reason.contains(words), "{reason}"),
+                other => panic!("{other}"),
+            }
         }
     }
 

@@ -1,10 +1,11 @@
 """The vLLM side of draftsmith. vLLM calls register() in each of its processes (entry point vllm.general_plugins).
 
 Official doors only, nothing patched: the model registry (tap.py), a KV connector (connector.py), a weight-transfer
-engine (engine.py) and a worker extension (worker.py). Runs on vLLM 0.26 and 0.32.
+engine (engine.py) and a worker extension (worker.py). For vLLM 0.26 to 0.32.
 """
 
-CONNECTOR = "DraftsmithConnector"
+from .config import ARCHITECTURES, CONNECTOR
+
 ENGINE = "draftsmith"
 
 
@@ -17,7 +18,7 @@ def register() -> None:
     if ENGINE not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(ENGINE, "draftsmith_vllm.engine", "DraftsmithEngine")
     if CONNECTOR not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR, "draftsmith_vllm.connector", "DraftsmithConnector")
+        KVConnectorFactory.register_connector(CONNECTOR, "draftsmith_vllm.connector", CONNECTOR)
     # always: the stock class cannot load a head whose config names a fourth layer id
-    for architecture in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"):
+    for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, "draftsmith_vllm.tap:TappedEagle3LlamaForCausalLM")

@@ -1,12 +1,10 @@
-"""A KV connector that moves no KV: at a request's end it gathers the tapped states and writes them to a file.
-
-kv_connector_extra_config: transfer_dir (required), writer_threads (2), max_pending_bytes (2 GiB: memory of states
-not yet written), min_free_bytes (256 MiB of the directory's file system stay free).
+"""A KV connector that moves no KV: it tells the tap which request has which KV blocks, and at a request's end writes its
+states to a file.
 
 The file also says how much was drafted for the request and accepted, as vLLM itself counts it, and for which head.
 
-Nothing is put into the response, and a request fails for nothing that happens here: what cannot be written is
-counted and logged.
+Nothing is put into the response, no block is kept from being freed, and a request fails for nothing that happens here: what
+cannot be exported is counted and logged. config.py says what can be set.
 """
 
 import hashlib
@@ -14,16 +12,21 @@ import json
 import os
 import threading
 import urllib.parse
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from .config import check_modes, layer_ids, read_tap_config
+from .intake import Intake
+from .rows import RowStore
 from .state import HEAD, TAP, Drafting, remember_first_head
-from .tap import remember_slot_row
 
 try:
     from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
@@ -32,7 +35,7 @@ except ImportError:  # vLLM 0.26 counts for the whole server alone
 
 logger = init_logger("vllm.draftsmith.connector")
 FORMAT = "draftsmith-states-1"
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 UNFINISHED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
 
 
@@ -47,17 +50,14 @@ class FinishedRequest:
 
 @dataclass
 class DraftsmithMetadata(KVConnectorMetadata):
-    begun: list[str]  # ids of the requests that this step begins, or begins again
+    tokens: int  # of this step; 0: the model does not run
+    begun: list[str]  # ids of the requests that this step begins
+    held: dict[str, list[int]]  # requests that are to be exported to the KV blocks that they got for this step
     finished: list[FinishedRequest]
+    gone: list[str]  # requests that ended, or lost their blocks, and are not exported for now
+    incomplete: int  # requests that vLLM took the blocks from just before they ended
+    not_sampled: int
     ended: Drafting  # of all requests that ended since the last step, also of those that are not in `finished`
-
-
-def layer_ids(hf_config) -> list[int]:
-    """The captured layers in vLLM's order: sorted, without doubles."""
-    ids = getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None)
-    if not ids:
-        ids = (getattr(hf_config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
-    return sorted(set(ids or []))
 
 
 def file_name(request_id: str) -> str:
@@ -68,20 +68,36 @@ def file_name(request_id: str) -> str:
     return name + ".safetensors"
 
 
-def write_states(directory: str, states: torch.Tensor, token_ids: torch.Tensor, metadata: dict[str, str]) -> int:
+def is_sampled(request_id: str, rate: float) -> bool:
+    """The same answer whenever it is asked; vLLM's ids end in random digits."""
+    return zlib.crc32(request_id.encode()) < rate * 2**32
+
+
+@dataclass
+class States:
+    """What a file holds."""
+
+    rows: np.ndarray  # [tokens - 1, bytes]
+    dtype: str
+    shape: list[int]  # tokens - 1, layers, hidden
+    token_ids: list[int]
+
+
+def write_states(directory: str, states: States, metadata: dict[str, str]) -> int:
     """Writes one safetensors file, mode 0600, under a hidden name, then renames it. Returns its length in bytes.
 
     No fsync: after a power cut the states are gone or fail their sha256, and can be computed again.
     """
-    raw = [memoryview(tensor.view(-1).view(torch.uint8).numpy()) for tensor in (states, token_ids)]
+    ids = np.array(states.token_ids, dtype="<i8")
+    raw_ids, raw_states = memoryview(ids).cast("B"), memoryview(states.rows).cast("B")
     digest = hashlib.sha256()
-    for bytes_ in raw:
-        digest.update(bytes_)
-    split, end = len(raw[1]), len(raw[0]) + len(raw[1])
+    digest.update(raw_states)
+    digest.update(raw_ids)
+    split, end = len(raw_ids), len(raw_ids) + len(raw_states)
     header = json.dumps({
         "__metadata__": {**metadata, "sha256": digest.hexdigest()},
-        "token_ids": {"dtype": "I64", "shape": list(token_ids.shape), "data_offsets": [0, split]},
-        "hidden_states": {"dtype": DTYPE_NAMES[states.dtype], "shape": list(states.shape), "data_offsets": [split, end]},
+        "token_ids": {"dtype": "I64", "shape": list(ids.shape), "data_offsets": [0, split]},
+        "hidden_states": {"dtype": states.dtype, "shape": states.shape, "data_offsets": [split, end]},
     }).encode()
     header += b" " * (-len(header) % 8)
     final = os.path.join(directory, file_name(metadata["request_id"]))
@@ -91,8 +107,8 @@ def write_states(directory: str, states: torch.Tensor, token_ids: torch.Tensor, 
         with os.fdopen(descriptor, "wb") as file:
             file.write(len(header).to_bytes(8, "little"))
             file.write(header)
-            file.write(raw[1])
-            file.write(raw[0])
+            file.write(raw_ids)
+            file.write(raw_states)
         os.rename(temporary, final)
     except BaseException:
         os.unlink(temporary)
@@ -103,24 +119,9 @@ def write_states(directory: str, states: torch.Tensor, token_ids: torch.Tensor, 
 class DraftsmithConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        speculative = vllm_config.speculative_config
-        if speculative is None or speculative.draft_model_config is None:
-            raise ValueError("draftsmith's tap needs an EAGLE-3 head: give --speculative-config")
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise ValueError("draftsmith's tap does not support pipeline parallelism: set --pipeline-parallel-size 1")
-        self._layer_ids = layer_ids(speculative.draft_model_config.hf_config)
-        layers = vllm_config.model_config.get_total_num_hidden_layers()
-        if not self._layer_ids or self._layer_ids[-1] != layers:
-            raise ValueError(
-                f"the head's config.json names layer ids {self._layer_ids}; the trainer also needs {layers}, the last "
-                "layer: add it to eagle_aux_hidden_state_layer_ids and set num_aux_hidden_states to what the head uses"
-            )
-        extra = vllm_config.kv_transfer_config.get_from_extra_config
-        self._directory = extra("transfer_dir", None)
-        if not self._directory:
-            raise ValueError("kv_connector_extra_config lacks transfer_dir, the directory that states are written to")
-        self._max_pending_bytes = int(extra("max_pending_bytes", 2 << 30))
-        self._min_free_bytes = int(extra("min_free_bytes", 256 << 20))
+        check_modes(vllm_config, kv_cache_config)
+        self._config = read_tap_config(vllm_config)
+        self._layer_ids = layer_ids(vllm_config.speculative_config.draft_model_config.hf_config)
         self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         # scheduler side
         # with the flag --per-request-spec-decode-metrics vLLM counts by itself, and tells clients
@@ -128,18 +129,22 @@ class DraftsmithConnector(KVConnectorBase_V1):
             RequestSpecDecodeMetrics is not None
             and vllm_config.observability_config.per_request_spec_decode_metrics == "none"
         )
-        self._finished: list[FinishedRequest] = []
-        self._ended = Drafting()
+        self._next = self._empty_metadata()
         # worker side
-        self._executor = ThreadPoolExecutor(int(extra("writer_threads", 2)), thread_name_prefix="draftsmith-states")
-        self._lock = threading.Lock()  # guards TAP's counters and _pending_bytes against the writers
+        self._executor = ThreadPoolExecutor(int(self._config.writer_threads), thread_name_prefix="draftsmith-states")
+        self._lock = threading.Lock()  # guards _pending_bytes
         self._pending_bytes = 0
-        self._copies: dict[str, object] = {}  # request id to a CUDA event, None where the copy is done
         self._swaps_at_begin: dict[str, int] = {}  # request id to HEAD.swaps when its first step ran
-        self._copy_stream = None
-        self._counting = False
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a request that is preempted as it ends is not computed again for the states' sake
 
     # scheduler side
+
+    @staticmethod
+    def _empty_metadata() -> DraftsmithMetadata:
+        return DraftsmithMetadata(0, [], {}, [], [], 0, 0, Drafting())
 
     def on_new_request(self, request):
         """Has vLLM's scheduler count this request's drafts, where it feeds its own counters."""
@@ -154,7 +159,7 @@ class DraftsmithConnector(KVConnectorBase_V1):
             request.spec_decode_metrics = None  # or it would be put into the response
         accepted = sum(tokens * drafts for tokens, drafts in enumerate(counted.histogram))
         drafting = Drafting(sum(counted.histogram), counted.num_draft_tokens, accepted)
-        self._ended.add(drafting)
+        self._next.ended.add(drafting)
         return drafting
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
@@ -164,26 +169,39 @@ class DraftsmithConnector(KVConnectorBase_V1):
         pass
 
     def build_connector_meta(self, scheduler_output):
-        begun = [new.req_id for new in scheduler_output.scheduled_new_reqs]
-        metadata = DraftsmithMetadata(begun, self._finished, self._ended)
-        self._finished, self._ended = [], Drafting()
+        metadata, self._next = self._next, self._empty_metadata()
+        metadata.tokens = scheduler_output.total_num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            metadata.begun.append(new.req_id)
+            metadata.gone.append(new.req_id)  # it may have been preempted, and then has other blocks now
+            metadata.held[new.req_id] = list(new.block_ids[0])
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids):
+            if request_id in cached.resumed_req_ids:
+                metadata.gone.append(request_id)
+            if block_ids is not None:
+                metadata.held[request_id] = list(block_ids[0])
+        for request_id in list(metadata.held):
+            if not is_sampled(request_id, self._config.sample_rate):
+                del metadata.held[request_id]
         return metadata
 
     def request_finished(self, request, block_ids):
-        """True delays the freeing of the blocks until get_finished() has copied their states."""
+        """vLLM frees the blocks at once: the rows are on the host, and are read before the next step's are written."""
         drafting = self._take_drafting(request)
-        if request.status in UNFINISHED or request.prompt_token_ids is None:
-            return False, None
         token_ids = list(request.all_token_ids)
-        if len(token_ids) < 2 or len(token_ids) - 1 > len(block_ids) * self._block_size:
-            return False, None
-        self._finished.append(
-            FinishedRequest(request.request_id, token_ids, request.num_prompt_tokens, list(block_ids), drafting)
-        )
-        return True, None
-
-    def get_finished_count(self):
-        return 1  # rank 0 alone reports
+        usable = request.status not in UNFINISHED and request.prompt_token_ids is not None and len(token_ids) >= 2
+        sampled = is_sampled(request.request_id, self._config.sample_rate)
+        covered = len(token_ids) - 1 <= len(block_ids) * self._block_size
+        if usable and sampled and covered:
+            self._next.finished.append(
+                FinishedRequest(request.request_id, token_ids, request.num_prompt_tokens, list(block_ids), drafting)
+            )
+        else:
+            self._next.gone.append(request.request_id)
+            self._next.not_sampled += usable and not sampled
+            self._next.incomplete += usable and sampled
+        return False, None
 
     # worker side
 
@@ -191,31 +209,59 @@ class DraftsmithConnector(KVConnectorBase_V1):
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         if get_tensor_model_parallel_rank() != 0:
-            return
+            return  # all ranks have the same states
         config = self._vllm_config
-        os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        slots = self._kv_cache_config.num_blocks * self._block_size
-        width = len(self._layer_ids) * config.model_config.get_hidden_size()
-        device = next(iter(kv_caches.values())).device
+        dtype = config.model_config.dtype
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"draftsmith's tap does not support --dtype {dtype}")
+        os.makedirs(self._config.transfer_dir, mode=0o700, exist_ok=True)
+        row_bytes = len(self._layer_ids) * config.model_config.get_hidden_size() * dtype.itemsize
+        store = RowStore(self._kv_cache_config.num_blocks, self._block_size, row_bytes, int(self._config.host_bytes))
+        if next(iter(kv_caches.values())).is_cuda:
+            if TAP.step_buffers is None:
+                raise ValueError("draftsmith's tap needs its own draft model class: is the plugin in VLLM_PLUGINS?")
+            store.touch_memory()
         TAP.step_tokens = config.scheduler_config.max_num_batched_tokens
         TAP.persistent_slots = bool(getattr(config, "use_v2_model_runner", False))
-        TAP.buffer = torch.zeros((slots, width), dtype=config.model_config.dtype, device=device)
+        fewer_rows = bool(getattr(config.speculative_config, "disable_padded_drafter_batch", False))
+        TAP.intake = Intake(store, TAP.step_buffers, TAP.counters, fewer_rows)
         remember_first_head(config)
+        device_bytes = 0 if TAP.step_buffers is None else TAP.step_buffers.device_bytes()
         logger.info(
-            "tap: layers %s, %d KV slots, %.3f GiB outside vLLM's memory budget, V2 runner %s, to %s",
-            self._layer_ids, slots, slots * width * TAP.buffer.element_size() / 2**30, TAP.persistent_slots,
-            self._directory,
+            "tap: layers %s to %s, sample rate %s; %.3f GiB of host memory, rows of %d tokens (the KV cache holds %d); "
+            "%.3f GiB on the GPU, in vLLM's accounting; V2 runner %s",
+            self._layer_ids, self._config.transfer_dir, self._config.sample_rate, TAP.intake.host_bytes() / 2**30,
+            store.capacity * self._block_size, self._kv_cache_config.num_blocks * self._block_size,
+            device_bytes / 2**30, TAP.persistent_slots,
         )
 
-    def start_load_kv(self, forward_context, **kwargs):
-        if TAP.buffer is None:
+    def bind_connector_metadata(self, connector_metadata):
+        """Comes before the step's forward pass, in each runner: so what ended is read before its blocks are overwritten."""
+        super().bind_connector_metadata(connector_metadata)
+        if TAP.intake is None:
             return
-        if TAP.persistent_slots:
-            remember_slot_row(forward_context)  # with --enforce-eager no graph capture has done so
-        if not self._counting:
-            # warm-up steps have no slots; from the first real step on every one must reach the buffer
-            self._counting = True
-            TAP.combined = TAP.scattered = 0
+        TAP.intake.begin_step(connector_metadata.tokens)
+        TAP.ended.add(connector_metadata.ended)
+        TAP.counters.add(not_sampled=connector_metadata.not_sampled, incomplete=connector_metadata.incomplete)
+        for request_id in connector_metadata.begun:
+            # one that was preempted may begin again, and then keeps what it began with
+            self._swaps_at_begin.setdefault(request_id, HEAD.swaps)
+        for finished in connector_metadata.finished:
+            swapped = self._swaps_at_begin.get(finished.request_id) != HEAD.swaps
+            TAP.intake.submit(partial(self._export, finished, HEAD.digest, swapped))
+        if connector_metadata.gone or connector_metadata.held:
+            TAP.intake.submit(partial(self._change_holds, connector_metadata.gone, connector_metadata.held))
+
+    def _change_holds(self, gone: list[str], held: dict[str, list[int]]) -> None:
+        store = TAP.intake.store
+        for request_id in gone:
+            # one that was preempted is in `held`, too, and may have room now
+            store.end(request_id)
+        for request_id, blocks in held.items():
+            store.hold(request_id, blocks)
+
+    def start_load_kv(self, forward_context, **kwargs):
+        pass
 
     def wait_for_layer_load(self, layer_name):
         pass
@@ -227,92 +273,62 @@ class DraftsmithConnector(KVConnectorBase_V1):
         pass
 
     def get_finished(self, finished_req_ids):
-        if TAP.buffer is None:
-            return None, None
-        if self.has_connector_metadata():
-            metadata = self._get_connector_metadata()
-            TAP.ended.add(metadata.ended)
-            for request_id in metadata.begun:
-                # one that was preempted may begin again, and then keeps what it began with
-                self._swaps_at_begin.setdefault(request_id, HEAD.swaps)
-            for finished in metadata.finished:
-                self._copies[finished.request_id] = None
-                try:
-                    self._export(finished)
-                except Exception:  # serving comes first
-                    logger.exception("states of %s were not exported", finished.request_id)
-                    with self._lock:
-                        TAP.failed += 1
         for request_id in finished_req_ids:
             self._swaps_at_begin.pop(request_id, None)
-        # a request comes in the metadata of the step that also names it in finished_req_ids
-        done = {request_id for request_id, copied in self._copies.items() if copied is None or copied.query()}
-        for request_id in done:
-            del self._copies[request_id]
-        return done or None, None
+        return None, None
 
-    def _export(self, finished: FinishedRequest) -> None:
-        if not TAP.complete():
-            with self._lock:
-                TAP.refused += 1
-                first = TAP.refused == 1
-            if first:
-                logger.error(
-                    "tap: %d steps had states but %d reached the buffer; no states are exported until a restart",
-                    TAP.combined, TAP.scattered,
-                )
+    def _export(self, finished: FinishedRequest, head_digest: str | None, swapped: bool) -> None:
+        """Reads the rows, and leaves the writing to another thread. Runs in the store's order of events."""
+        store = TAP.intake.store
+        if store.end(finished.request_id):
+            TAP.counters.add(over_budget=1)
             return
-        rows = len(finished.token_ids) - 1
-        size = rows * TAP.buffer.shape[1] * TAP.buffer.element_size()
-        space = os.statvfs(self._directory)
-        free = space.f_bavail * space.f_frsize
-        with self._lock:
-            fits = self._pending_bytes + size <= self._max_pending_bytes
-            fits = fits and free >= size + self._pending_bytes + self._min_free_bytes
-            if fits:
-                self._pending_bytes += size
-            else:
-                TAP.dropped += 1
-                first = TAP.dropped == 1
-        if not fits:
-            if first:
-                logger.warning(
-                    "tap: no room for the states of %s (%d bytes free in %s, %d bytes waiting); counted as dropped",
-                    finished.request_id, free, self._directory, self._pending_bytes,
-                )
+        hidden = self._vllm_config.model_config.get_hidden_size()
+        dtype = self._vllm_config.model_config.dtype
+        count = len(finished.token_ids) - 1
+        shape = [count, len(self._layer_ids), hidden]
+        size = count * len(self._layer_ids) * hidden * dtype.itemsize
+        if not self._reserve(finished.request_id, size):
             return
         try:
-            states, copied = self._gather(finished.block_ids, rows)
-            self._copies[finished.request_id] = copied
-            swapped = self._swaps_at_begin.get(finished.request_id) != HEAD.swaps
-            self._executor.submit(self._write, finished, states, copied, size, HEAD.digest, swapped)
+            rows = store.read(finished.block_ids, count)
+            if rows is None:
+                TAP.counters.add(incomplete=1)
+                self._give_back(size)
+                return
+            states = States(rows, DTYPE_NAMES[dtype], shape, finished.token_ids)
+            self._executor.submit(self._write, finished, states, head_digest, swapped)
         except BaseException:
-            with self._lock:
-                self._pending_bytes -= size
+            self._give_back(size)
             raise
 
-    def _gather(self, block_ids: list[int], rows: int):
-        """Rows of the blocks, on the CPU: [rows, layers, hidden], and the event after which they are there."""
-        offsets = torch.arange(self._block_size)
-        slots = (torch.tensor(block_ids).unsqueeze(1) * self._block_size + offsets).flatten()[:rows]
-        shape = (rows, len(self._layer_ids), -1)
-        if not TAP.buffer.is_cuda:
-            return TAP.buffer.index_select(0, slots).view(shape), None
-        if self._copy_stream is None:
-            self._copy_stream = torch.cuda.Stream()
-        self._copy_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copy_stream):
-            gathered = TAP.buffer.index_select(0, slots.to(TAP.buffer.device, non_blocking=True))
-            states = torch.empty(gathered.shape, dtype=gathered.dtype, pin_memory=True)
-            states.copy_(gathered, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record(self._copy_stream)
-        return states.view(shape), copied
+    def _reserve(self, request_id: str, size: int) -> bool:
+        """Room for a file of so many bytes, in memory and then on disk."""
+        directory = self._config.transfer_dir
+        space = os.statvfs(directory)
+        free = space.f_bavail * space.f_frsize
+        with self._lock:
+            pending = self._pending_bytes
+            fits = pending + size <= self._config.max_pending_bytes
+            fits = fits and free >= size + pending + self._config.min_free_bytes
+            if fits:
+                self._pending_bytes += size
+        if fits:
+            return True
+        TAP.counters.add(dropped=1)
+        if TAP.counters.dropped == 1:
+            logger.warning(
+                "tap: no room for the states of %s (%d bytes free in %s, %d bytes waiting); counted as dropped",
+                request_id, free, directory, pending,
+            )
+        return False
 
-    def _write(self, finished, states, copied, size, head_digest, swapped) -> None:
+    def _give_back(self, size: int) -> None:
+        with self._lock:
+            self._pending_bytes -= size
+
+    def _write(self, finished: FinishedRequest, states: States, head_digest: str | None, swapped: bool) -> None:
         try:
-            if copied is not None:
-                copied.synchronize()
             metadata = {
                 "format": FORMAT,
                 "request_id": finished.request_id,
@@ -324,18 +340,15 @@ class DraftsmithConnector(KVConnectorBase_V1):
                 metadata["head_swapped"] = str(swapped).lower()  # while the request ran, or just after
             if finished.drafting is not None:
                 metadata.update({name: str(count) for name, count in asdict(finished.drafting).items()})
-            token_ids = torch.tensor(finished.token_ids, dtype=torch.int64)
-            length = write_states(self._directory, states, token_ids, metadata)
+            length = write_states(self._config.transfer_dir, states, metadata)
+            TAP.counters.add(exported=1, bytes_written=length)
         except Exception:
-            logger.exception("states of %s were not written to %s", finished.request_id, self._directory)
-            with self._lock:
-                TAP.failed += 1
-                self._pending_bytes -= size
-            return
-        with self._lock:
-            TAP.exported += 1
-            TAP.bytes_written += length
-            self._pending_bytes -= size
+            logger.exception("states of %s were not written to %s", finished.request_id, self._config.transfer_dir)
+            TAP.counters.add(failed=1)
+        finally:
+            self._give_back(states.rows.nbytes)
 
     def shutdown(self):
+        if TAP.intake is not None:
+            TAP.intake.shutdown()
         self._executor.shutdown(wait=True)

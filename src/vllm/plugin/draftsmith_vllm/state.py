@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from dataclasses import asdict, dataclass, field
 
 
@@ -20,31 +21,49 @@ class Drafting:
 
 
 @dataclass
-class Tap:
-    """The side buffer and its counters."""
+class Counters:
+    """What became of the requests. Written by several threads, each under `lock`."""
 
-    buffer: object = None  # tensor [KV slots, layers * hidden]; None: no tap, or not rank 0
-    slots: object = None  # V2 runner: its persistent slot row, int64
-    persistent_slots: bool = False  # V2 runner: scatter in combine_hidden_states()
-    step_tokens: int = 0  # length of that row
-    combined: int = 0  # steps in which vLLM gave the draft model states
-    scattered: int = 0  # of these, steps whose states reached the buffer
     exported: int = 0
-    refused: int = 0  # requests not exported since the two counts above differed
-    dropped: int = 0  # requests not exported for lack of room (writers behind, or disk full)
+    not_sampled: int = 0
+    over_budget: int = 0  # host_bytes was used up while they ran
+    incomplete: int = 0  # a row was missing: of an evicted prefix, or of a step that was missed
+    dropped: int = 0  # no room for the file (writers behind, or disk full)
     failed: int = 0
     bytes_written: int = 0
+    missed_steps: int = 0  # steps whose rows vLLM never handed over
+    overrun_steps: int = 0  # steps whose rows came while those before them still waited for the host
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, **more: int) -> None:
+        with self.lock:
+            for name, count in more.items():
+                setattr(self, name, getattr(self, name) + count)
+
+    def values(self) -> dict:
+        with self.lock:
+            return {name: value for name, value in vars(self).items() if name != "lock"}
+
+
+@dataclass
+class Tap:
+    """The tap of this process."""
+
+    step_buffers: object = None  # CUDA: a few steps' rows on their way to the host (intake.StepBuffers)
+    intake: object = None  # intake.Intake; None: no tap, or not rank 0
+    slot_row: object = None  # V2 runner: its persistent slot row, int64
+    persistent_slots: bool = False  # V2 runner
+    step_tokens: int = 0  # length of that row
+    counters: Counters = field(default_factory=Counters)
     ended: Drafting = field(default_factory=Drafting)  # of all requests that ended, aborted ones too
 
-    def complete(self) -> bool:
-        return self.combined == self.scattered
-
-    def counters(self) -> dict:
-        names = ("combined", "scattered", "exported", "refused", "dropped", "failed", "bytes_written")
-        counts = {name: getattr(self, name) for name in names}
-        counts["ended"] = asdict(self.ended)
-        counts["enabled"] = self.buffer is not None
-        counts["buffer_bytes"] = 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
+    def status(self) -> dict:
+        counts = {"enabled": self.intake is not None, **self.counters.values(), "ended": asdict(self.ended)}
+        guard = None if self.intake is None else self.intake.guard
+        counts["steps"] = 0 if guard is None else guard.steps
+        counts["captured_steps"] = 0 if guard is None else guard.captured
+        counts["host_bytes"] = 0 if self.intake is None else self.intake.host_bytes()
+        counts["device_bytes"] = 0 if self.step_buffers is None else self.step_buffers.device_bytes()
         return counts
 
 

@@ -1,56 +1,54 @@
-"""An EAGLE-3 draft model that also keeps the verifier's states which vLLM hands it, by KV slot.
-
-A row is written when its token is computed; a rejected draft's row is overwritten with its slot; a prefix hit finds
-the rows of whoever computed that block. So the rows of a finished request are those of its blocks.
-"""
+"""An EAGLE-3 draft model that also gives the verifier's states, which vLLM hands it, to the tap, with their KV slots."""
 
 import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
+from .config import is_tapped, layer_ids, ring_rows
+from .intake import StepBuffers
 from .state import TAP
 
 
-def remember_slot_row(forward_context) -> None:
-    """V2 runner: every slot mapping is a view, from its start, of one persistent row."""
-    mappings = getattr(forward_context, "slot_mapping", None)
-    if TAP.slots is None and isinstance(mappings, dict) and mappings:
-        view = next(iter(mappings.values()))
-        TAP.slots = torch.as_strided(view, (TAP.step_tokens,), (1,), view.storage_offset())
-
-
-def scatter(states: torch.Tensor, slots: torch.Tensor) -> None:
-    """states [tokens, layers * hidden] to the rows `slots` [tokens]; padding (-1) goes to the null block's slot 0."""
-    if slots.shape[0] < states.shape[0]:
-        return  # not counted, so the connector refuses to export
-    rows = slots[: states.shape[0]].clamp_min(0)
-    TAP.buffer.index_copy_(0, rows, states.to(TAP.buffer.dtype))
-    TAP.scattered += 1
+def context_slots() -> torch.Tensor | None:
+    """The slots that the running forward pass writes: of any layer, since all share one KV cache group."""
+    mappings = getattr(get_forward_context(), "slot_mapping", None)
+    return next(iter(mappings.values())) if isinstance(mappings, dict) and mappings else None
 
 
 class TappedEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
-    _states = None  # V1 runner: held from combine_hidden_states() to forward() of the same step
+    _states = None  # held from combine_hidden_states() to forward() of the same step
+
+    def __init__(self, *, vllm_config, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        device = next(self.parameters()).device
+        if device.type == "cuda" and is_tapped(vllm_config) and get_tensor_model_parallel_rank() == 0:
+            width = len(layer_ids(self.config)) * vllm_config.model_config.get_hidden_size()
+            TAP.step_buffers = StepBuffers(ring_rows(vllm_config), width, vllm_config.model_config.dtype, device)
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if TAP.buffer is not None and hidden_states.dim() == 2:
-            TAP.combined += 1
-            if not TAP.persistent_slots:
+        if TAP.intake is not None and hidden_states.dim() == 2:
+            if TAP.slot_row is None:
                 self._states = hidden_states
-            elif TAP.slots is not None:
-                # the draft's forward() is not called when a full CUDA graph is replayed; this method always is, and
+            else:
+                # V2 runner: forward() is not called where a full CUDA graph is replayed; this method always is, and
                 # the row still holds the verifier's slots
-                scatter(hidden_states, TAP.slots)
+                TAP.intake.take_step(hidden_states, TAP.slot_row)
         # layers beyond num_aux_hidden_states feed the trainer alone
         return super().combine_hidden_states(hidden_states[..., : self.model.fc_input_size])
 
     def forward(self, input_ids, positions, hidden_states, inputs_embeds=None):
-        if TAP.persistent_slots:
-            if TAP.buffer is not None and TAP.slots is None:
-                remember_slot_row(get_forward_context())  # while CUDA graphs are captured
-        elif self._states is not None:
-            states, self._states = self._states, None
-            mappings = get_forward_context().slot_mapping
-            if isinstance(mappings, dict) and mappings:
-                scatter(states, next(iter(mappings.values())))
+        if TAP.intake is not None:
+            self._take_slots()
         return super().forward(input_ids, positions, hidden_states, inputs_embeds)
 
+    def _take_slots(self) -> None:
+        slots = context_slots()
+        if slots is None:
+            return
+        states, self._states = self._states, None
+        if states is not None:
+            TAP.intake.take_step(states, slots)
+        if TAP.persistent_slots and TAP.slot_row is None:
+            # every slot mapping of this runner is a view, from its start, of one row; known from CUDA graph capture on
+            TAP.slot_row = torch.as_strided(slots, (TAP.step_tokens,), (1,), slots.storage_offset())

@@ -1,0 +1,182 @@
+"""Rows of hidden states in host memory, kept by KV slot; and the counters that tell whether any is missing.
+
+A row belongs to the KV slot of its token: a rejected draft's row is overwritten with its slot, and a prefix hit finds
+the row of whoever computed that block. Only numpy here, so this is tested without vLLM.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+
+
+class StepGuard:
+    """Sees that each engine step with tokens gave its rows. Without it a missed step is silent: rows of right shape
+    with what the slots held before."""
+
+    def __init__(self) -> None:
+        self._expected = 0  # tokens of the running step; 0: none runs, or its rows are in
+        self.steps = 0
+        self.captured = 0
+
+    def begin(self, tokens: int) -> bool:
+        """A step of so many tokens begins (0: a step without the model). False: the step before it gave no rows."""
+        complete = self._expected == 0
+        self._expected = tokens
+        self.steps += tokens > 0
+        return complete
+
+    def take(self, rows: int, fewer: bool = False) -> int:
+        """How many of `rows`, the first ones, belong to the running step; the others are padding. 0: take none.
+
+        fewer: this vLLM leaves out rejected tokens.
+        """
+        tokens = self._expected
+        if rows < tokens and not fewer:
+            return 0  # begin() will tell
+        self._expected = 0
+        self.captured += tokens > 0
+        return min(rows, tokens)
+
+
+class SegmentRing:
+    """Hands out contiguous ranges of `size` rows, given back in the order in which they were taken."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._taken: list[tuple[int, int]] = []  # begin and end
+
+    def take(self, rows: int) -> int | None:
+        """The first row of a free range; None where there is no room."""
+        if not self._taken:
+            begin, limit = 0, self.size
+        else:
+            oldest, end = self._taken[0][0], self._taken[-1][1]
+            if end <= oldest:  # wrapped
+                begin, limit = end, oldest
+            elif end + rows <= self.size:
+                begin, limit = end, self.size
+            else:
+                begin, limit = 0, oldest
+        if begin + rows > limit:
+            return None
+        self._taken.append((begin, begin + rows))
+        return begin
+
+    def give_back(self) -> None:
+        """Frees the oldest range."""
+        self._taken.pop(0)
+
+
+class RowStore:
+    """Rows by KV slot, at most `budget_bytes` of them, a KV block at a time.
+
+    Blocks of running requests that are to be exported are held. The others stay, as in vLLM's prefix cache, until
+    their room is needed; those not written for longest go first. A row that was not written since its block got its
+    room is never given out.
+    """
+
+    def __init__(self, kv_blocks: int, block_size: int, row_bytes: int, budget_bytes: int) -> None:
+        self.block_size = block_size
+        self.capacity = min(budget_bytes // (block_size * row_bytes), kv_blocks)
+        if self.capacity < 1:
+            raise ValueError(f"a budget of {budget_bytes} bytes holds no KV block of {block_size} rows of {row_bytes} bytes")
+        self._rows = np.zeros((self.capacity * block_size, row_bytes), dtype=np.uint8)
+        self._written = np.zeros(self.capacity * block_size, dtype=bool)
+        self._place = np.full(kv_blocks, -1, dtype=np.int64)  # KV block to block of this store
+        self._free = list(range(self.capacity))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # KV blocks with room that nobody holds, oldest first
+        self._holders: dict[int, set[str]] = {}  # KV block to request ids
+        self._held: dict[str, set[int]] = {}  # request id to KV blocks
+        self._over_budget: set[str] = set()
+
+    @property
+    def bytes(self) -> int:
+        return self._rows.nbytes
+
+    def touch_memory(self) -> None:
+        """Has the system give all pages now, rather than in the middle of serving."""
+        self._rows.fill(0)
+
+    def hold(self, request_id: str, blocks: list[int]) -> None:
+        """These KV blocks are the request's, besides those that it has."""
+        if request_id in self._over_budget:
+            return
+        held = self._held.setdefault(request_id, set())
+        for block in blocks:
+            held.add(block)
+            self._holders.setdefault(block, set()).add(request_id)
+            self._idle.pop(block, None)
+
+    def release(self, request_id: str) -> None:
+        """Ends its holds; what it wrote stays for now. Unknown ids are fine."""
+        for block in self._held.pop(request_id, ()):
+            holders = self._holders[block]
+            holders.discard(request_id)
+            if not holders:
+                del self._holders[block]
+                if self._place[block] >= 0:
+                    self._idle[block] = None
+
+    def end(self, request_id: str) -> bool:
+        """The request is over. True: it lost its holds since the budget was used up."""
+        self.release(request_id)
+        over = request_id in self._over_budget
+        self._over_budget.discard(request_id)
+        return over
+
+    def write(self, slots: np.ndarray, rows: np.ndarray) -> None:
+        """rows [n, row_bytes] to `slots` [n]. Slots of vLLM's null block 0, and padding (-1), are left out."""
+        blocks = slots // self.block_size
+        distinct = np.unique(blocks).tolist()
+        for block in distinct:
+            if block < 1:
+                continue
+            if block in self._idle:
+                self._idle.move_to_end(block)
+            elif self._place[block] < 0:
+                self._make_room(block)
+        usable = blocks >= 1
+        places = np.where(usable, self._place[np.where(usable, blocks, 0)], -1)
+        usable &= places >= 0
+        targets = places * self.block_size + slots % self.block_size
+        if usable.all():
+            self._rows[targets] = rows
+        else:
+            targets = targets[usable]
+            self._rows[targets] = rows[usable]
+        self._written[targets] = True
+
+    def _make_room(self, block: int) -> None:
+        """A place for a KV block, where there is one. Else the requests that hold it are not exported."""
+        if self._free:
+            place = self._free.pop()
+        elif self._idle:
+            oldest, _ = self._idle.popitem(last=False)
+            place = int(self._place[oldest])
+            self._place[oldest] = -1
+            self._written[place * self.block_size : (place + 1) * self.block_size] = False
+        else:
+            for request_id in list(self._holders.get(block, ())):
+                self._over_budget.add(request_id)
+                self.release(request_id)
+            return
+        self._place[block] = place
+        if block not in self._holders:
+            self._idle[block] = None
+
+    def forget_all(self) -> None:
+        """A step was missed, nobody knows which slots it wrote: no row from before it is given out."""
+        self._written[:] = False
+
+    def read(self, blocks: list[int], count: int) -> np.ndarray | None:
+        """The first `count` rows of these KV blocks, copied: [count, row_bytes]. None where any is missing."""
+        needed = -(-count // self.block_size)
+        places = self._place[np.asarray(blocks[:needed], dtype=np.int64)]
+        if len(places) < needed or (places < 0).any():
+            return None
+        sources = (places[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)[:count]
+        if not self._written[sources].all():
+            return None
+        rows = np.empty((count, self._rows.shape[1]), dtype=np.uint8)
+        # "clip" writes straight into `out`, and no source is out of range
+        return np.take(self._rows, sources, axis=0, out=rows, mode="clip")

@@ -1,0 +1,236 @@
+"""The tap's pure logic, without vLLM: row store, budget, ring, guard, configuration. Started by tests/plugin.rs.
+
+The first argument is the directory of the plugin.
+"""
+
+import random
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+
+sys.path.insert(0, sys.argv[1])
+from draftsmith_vllm.config import check_modes, read_tap_config
+from draftsmith_vllm.rows import RowStore, SegmentRing, StepGuard
+
+BLOCK, WIDTH = 4, 8
+
+
+def store(places, kv_blocks=50):
+    return RowStore(kv_blocks, BLOCK, WIDTH, places * BLOCK * WIDTH)
+
+
+def rows(*values):
+    return np.repeat(np.array(values, dtype=np.uint8)[:, None], WIDTH, axis=1)
+
+
+def write(target, block, value, count=BLOCK):
+    """`count` rows of a block, `value` in each."""
+    target.write(block * BLOCK + np.arange(count), rows(*[value] * count))
+
+
+def values(found):
+    return None if found is None else found[:, 0].tolist()
+
+
+def test_rows_come_back_by_block_in_the_order_of_the_request():
+    target = store(10)
+    target.write(np.array([29, 12, 28, 13]), rows(1, 2, 3, 4))
+    assert values(target.read([7], 2)) == [3, 1]
+    assert values(target.read([3, 7], 6)) is None, "rows 14 and 15 were never written"
+    target.write(np.array([14, 15]), rows(5, 6))
+    assert values(target.read([3, 7], 6)) == [2, 4, 5, 6, 3, 1]
+    assert values(target.read([3, 7, 9], 6)) == [2, 4, 5, 6, 3, 1], "block 9 holds lookahead alone"
+    assert target.read([3], 5) is None, "more rows than blocks"
+
+
+def test_a_rejected_draft_is_overwritten():
+    target = store(10)
+    target.write(np.array([4, 5, 6]), rows(1, 99, 99))
+    target.write(np.array([5, 6]), rows(2, 3))
+    assert values(target.read([1], 3)) == [1, 2, 3]
+
+
+def test_padding_and_the_null_block_are_left_out():
+    target = store(10)
+    target.write(np.array([-1, 4, 0, 3, -1]), rows(9, 1, 9, 9, 9))
+    assert values(target.read([1], 1)) == [1]
+    assert target.read([0], 1) is None
+
+
+def test_a_missed_step_leaves_nothing_to_read():
+    target = store(10)
+    write(target, 1, 1)
+    target.forget_all()
+    assert target.read([1], 4) is None
+    write(target, 1, 2, count=2)
+    assert values(target.read([1], 2)) == [2, 2] and target.read([1], 3) is None
+
+
+def test_what_nobody_holds_makes_room_oldest_first():
+    target = store(3)
+    for block in (1, 2, 3):
+        write(target, block, block)
+    write(target, 1, 1)
+    write(target, 4, 4)  # 2 was not written for longest
+    assert [target.read([block], 4) is not None for block in (1, 2, 3, 4)] == [True, False, True, True]
+    write(target, 2, 7, count=1)
+    assert target.read([2], 2) is None, "the rows of the block that had the place before are not its own"
+
+
+def test_held_blocks_stay_and_the_one_who_finds_no_room_is_over_budget():
+    target = store(3)
+    target.hold("a", [1, 2])
+    target.hold("b", [3])
+    for block in (1, 2, 3):
+        write(target, block, block)
+    target.hold("b", [4])
+    write(target, 4, 4)
+    assert values(target.read([1, 2], 8)) == [1] * 4 + [2] * 4
+    assert target.read([3, 4], 8) is None
+    target.hold("b", [5])
+    write(target, 5, 5)  # takes the place of 3, which b no longer holds
+    assert values(target.read([5], 4)) == [5] * 4
+    assert target.end("b") and not target.end("a"), "b is told to be over budget"
+    assert not target.end("b"), "once"
+    target.hold("b", [6])
+    write(target, 6, 6)
+    assert values(target.read([6], 4)) == [6] * 4, "a request of this name may try again"
+
+
+def test_a_shared_prefix_stays_until_its_last_holder_ends():
+    target = store(2)
+    target.hold("a", [1])
+    write(target, 1, 1)
+    target.hold("b", [1, 2])
+    write(target, 2, 2)
+    target.end("a")
+    write(target, 3, 3)
+    assert values(target.read([1, 2], 8)) == [1] * 4 + [2] * 4
+    target.end("b")
+    write(target, 3, 3)
+    assert target.read([1, 2], 8) is None and values(target.read([3], 4)) == [3] * 4
+
+
+def test_no_row_of_another_is_ever_given_out():
+    """Random traffic against a model that knows who wrote what: a read gives the last rows written, or None."""
+    generator = random.Random(4)
+    target, truth, missed, given = store(6, 10), {}, 0, 0
+    for turn in range(4000):
+        kind = generator.random()
+        block = generator.randrange(1, 10)
+        if kind < 0.55:
+            slots = sorted({block * BLOCK + generator.randrange(BLOCK) for _ in range(3)})
+            target.write(np.array(slots), rows(*[turn % 251] * len(slots)))
+            truth.update(dict.fromkeys(slots, turn % 251))
+        elif kind < 0.7:
+            target.hold(str(generator.randrange(5)), [block])
+        elif kind < 0.8:
+            target.end(str(generator.randrange(5)))
+        elif kind < 0.81:
+            target.forget_all()
+            truth.clear()
+        else:
+            blocks = [block, generator.randrange(1, 10)]
+            found = values(target.read(blocks, 2 * BLOCK))
+            wanted = [truth.get(part * BLOCK + offset) for part in blocks for offset in range(BLOCK)]
+            missed += found is None
+            given += found is not None
+            assert found is None or found == wanted, (turn, found, wanted)
+    assert missed > 50 and given > 50, (missed, given)
+
+
+def test_a_budget_below_one_block_is_refused():
+    try:
+        store(0)
+    except ValueError as error:
+        assert "budget" in str(error)
+    else:
+        raise AssertionError("taken")
+
+
+def test_the_ring_hands_out_no_range_twice():
+    generator = random.Random(5)
+    ring, taken, refused = SegmentRing(100), [], 0
+    for _ in range(5000):
+        if taken and generator.random() < 0.5:
+            taken.pop(0)
+            ring.give_back()
+            continue
+        count = generator.randrange(1, 60)
+        begin = ring.take(count)
+        if begin is None:
+            refused += 1
+            assert taken, "an empty ring has room for all that fits"
+            continue
+        new = range(begin, begin + count)
+        assert new.stop <= 100
+        assert all(new.stop <= old.start or old.stop <= new.start for old in taken), (new, taken)
+        taken.append(new)
+    assert refused > 0 and SegmentRing(10).take(11) is None
+
+
+def test_the_guard_tells_a_step_that_gave_no_rows():
+    guard = StepGuard()
+    assert guard.take(8) == 0, "no step runs: graph capture"
+    assert guard.begin(5) and guard.take(8) == 5, "padding is left out"
+    assert guard.take(8) == 0, "once a step"
+    assert guard.begin(0) and guard.begin(3), "a step without the model owes nothing"
+    assert not guard.begin(4), "the step of 3 gave nothing"
+    assert guard.take(3) == 0 and not guard.begin(4), "too few rows are none"
+    assert guard.take(3, fewer=True) == 3 and guard.begin(0)
+    assert (guard.steps, guard.captured) == (4, 2)
+
+
+def configuration(extra=None, **changes):
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": [2, 4, 6], **changes.get("head", {})}
+    speculative = {"method": "eagle3", "draft_model_config": SimpleNamespace(hf_config=SimpleNamespace(**head)),
+                   **changes.get("speculative", {})}
+    parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, **changes.get("parallel", {})}
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"transfer_dir": "/t", **(extra or {})}),
+        speculative_config=SimpleNamespace(**speculative),
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: 6),
+        use_v2_model_runner=True,
+    )
+
+
+def refusal(check):
+    try:
+        check()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_modes_that_cannot_work_are_refused_by_the_name_of_their_flag():
+    one_group = SimpleNamespace(kv_cache_groups=[0])
+    assert refusal(lambda: check_modes(configuration(), one_group)) is None
+    cases = {
+        "--pipeline-parallel-size": dict(parallel={"pipeline_parallel_size": 2}),
+        "--decode-context-parallel-size": dict(parallel={"decode_context_parallel_size": 2}),
+        "parallel_drafting": dict(speculative={"parallel_drafting": True}),
+        "--speculative-config": dict(speculative={"method": "ngram"}),
+        "VLLM_USE_V2_MODEL_RUNNER": dict(head={"eagle_aux_hidden_state_layer_ids": None,
+                                               "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 6]}}),
+        "the last layer": dict(head={"eagle_aux_hidden_state_layer_ids": [2, 4]}),
+        "Eagle3Qwen3ForCausalLM": dict(head={"architectures": ["Eagle3Qwen3ForCausalLM"]}),
+    }
+    for words, changes in cases.items():
+        assert words in (refusal(lambda: check_modes(configuration(**changes), one_group)) or ""), words
+    two_groups = SimpleNamespace(kv_cache_groups=[0, 1])
+    assert "--disable-hybrid-kv-cache-manager" in refusal(lambda: check_modes(configuration(), two_groups))
+
+
+def test_settings_are_checked_by_name():
+    assert read_tap_config(configuration({"sample_rate": 0.5})).sample_rate == 0.5
+    for extra, words in (({"transfer_dir": ""}, "transfer_dir"), ({"host_byte": 1}, "host_byte"),
+                         ({"sample_rate": 2}, "sample_rate"), ({"host_bytes": 0}, "host_bytes")):
+        assert words in (refusal(lambda: read_tap_config(configuration(extra))) or ""), extra
+
+
+for name, test in list(globals().items()):
+    if name.startswith("test_"):
+        test()
+        print("ok", name)
