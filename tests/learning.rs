@@ -85,6 +85,10 @@ impl Lab {
     }
 
     fn append(&mut self, count: usize, held_out: bool) {
+        self.append_of_layers(count, held_out, [2, 4, 5, 8]);
+    }
+
+    fn append_of_layers(&mut self, count: usize, held_out: bool, layer_ids: [u32; 4]) {
         for _ in 0..count {
             self.appended += 1;
             let mut random = Random(self.appended);
@@ -100,7 +104,7 @@ impl Lab {
                 layers: 4,
                 hidden: HIDDEN,
                 dtype: StateDtype::F32,
-                layer_ids: vec![2, 4, 5, 8],
+                layer_ids: layer_ids.to_vec(),
                 head_digest: None,
                 captured_at: self.appended as i64,
             };
@@ -399,4 +403,26 @@ fn records_verify_exits_with_3_when_something_is_wrong() {
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!((&report["files"], &report["unreadable_files"]), (&json!(1), &json!(1)));
     assert!(report["bad_files"][0]["path"].as_str().map(Path::new).unwrap().ends_with("hour=17/bad.parquet"));
+}
+
+/// States of other layers have the same shape: a head must never learn from them.
+#[test]
+fn a_head_learns_from_states_of_its_own_layers_alone() {
+    let mut lab = Lab::new("passes = 1");
+    lab.append(4, false);
+    lab.append(2, true);
+    let first = lab.json(&["train", "--head", "scratch", "--draft-vocab", "16", "--json"]);
+    assert_eq!([&first["samples"], &first["held_out_samples"]], [4, 2]);
+
+    // vLLM was started anew with a head of higher layers.
+    lab.append_of_layers(3, false, [4, 6, 7, 8]);
+    lab.append_of_layers(1, true, [4, 6, 7, 8]);
+    let second = lab.json(&["train", "--head", "scratch", "--draft-vocab", "16", "--json"]);
+    assert_eq!([&second["samples"], &second["held_out_samples"]], [3, 1]);
+    let config = lab.data().join("heads").join(second["head"].as_str().unwrap()).join("config.json");
+    let config: Value = serde_json::from_str(&fs::read_to_string(config).unwrap()).unwrap();
+    assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([4, 6, 7]));
+
+    let more = lab.json(&["train", "--head", first["head"].as_str().unwrap(), "--json"]);
+    assert_eq!([&more["samples"], &more["held_out_samples"]], [4, 2]);
 }

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{Verifier, held_out_samples, score};
+use super::{StateLayout, Verifier, held_out_samples, score};
 use crate::config::Config;
 use crate::promote::{Decision, HeldOutScore, Registry, decide};
 
@@ -45,10 +45,10 @@ pub fn compare(config: &Config, registry: &Registry, candidate: &str) -> anyhow:
 
 fn score_now(config: &Config, registry: &Registry, ids: &[&str]) -> anyhow::Result<Vec<HeldOutScore>> {
     let verifier = Verifier::read(config)?;
-    let held_out = held_out_samples(config, &verifier)?;
     let mut scores = Vec::new();
     for id in ids {
         let (head, _) = registry.load(id)?;
+        let held_out = held_out_samples(config, &StateLayout::of(&head.config))?;
         let (_, summary) = score(config, &verifier, &held_out, &head)?;
         registry.set_score(id, summary.clone())?;
         scores.push(summary);

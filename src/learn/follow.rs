@@ -8,7 +8,9 @@ use std::collections::HashSet;
 use super::run::{Begun, begin, options};
 use super::run_directory::{last_optimizer, remove_state};
 use super::samples::{SampleName, name, usable};
-use super::{CurvePoint, Ended, Samples, Side, Start, TrainReport, Verifier, Wake, starting_head};
+use super::{
+    CurvePoint, Ended, Samples, Side, Start, StateLayout, TrainReport, Verifier, Wake, starting_head,
+};
 use crate::config::Config;
 use crate::promote::Registry;
 use crate::states::{Reader, SampleEntry};
@@ -41,6 +43,7 @@ pub fn follow(
             optimizer = last_optimizer(&data, &run, &head)?;
         }
     }
+    let layout = StateLayout::of(&head.config);
     // Before the first look, so that no sample falls in between.
     let _watcher = wake.watch(&data.states())?;
     let mut reader = Reader::open(&data.states())?;
@@ -56,7 +59,7 @@ pub fn follow(
             if wake.is_stopped() {
                 return Ok(None);
             }
-            let samples = round_samples(config, &reader, &old, verifier.shape.hidden_size, round);
+            let samples = round_samples(config, &reader, &old, &layout, round);
             if let Some(samples) = samples {
                 break samples;
             }
@@ -65,7 +68,7 @@ pub fn follow(
             }
             reader.refresh()?;
         };
-        let training = Samples::from_entries(samples, verifier.shape.hidden_size);
+        let training = Samples::from_entries(samples, layout.hidden);
         let trained: Vec<SampleName> = training.names().to_vec();
         let mut round_options = options(config, training.len());
         // There is no last step to come down to, and a carried optimizer is warm already.
@@ -96,10 +99,10 @@ fn round_samples(
     config: &Config,
     reader: &Reader,
     old: &HashSet<SampleName>,
-    hidden: usize,
+    layout: &StateLayout,
     round: u64,
 ) -> Option<Vec<SampleEntry>> {
-    let all = reader.index().iter().filter(|entry| usable(entry, Side::Train, hidden));
+    let all = reader.index().iter().filter(|entry| usable(entry, Side::Train, layout));
     let (known, fresh): (Vec<&SampleEntry>, Vec<&SampleEntry>) =
         all.partition(|entry| old.contains(&name(entry)));
     if fresh.len() < config.train.follow_samples {

@@ -27,7 +27,7 @@ use crate::train::{self, DraftOptions, DraftTarget, SampleSource, Score};
 pub use compare::{Comparison, compare};
 pub use follow::follow;
 pub use run::{CurvePoint, Ended, TrainReport, resume, train_candidate};
-pub use samples::{Samples, Side};
+pub use samples::{Samples, Side, StateLayout};
 pub use wake::Wake;
 
 /// Documents scored at a time.
@@ -72,17 +72,18 @@ impl Verifier {
 /// Scores a head on the held-out conversations, walking each answer as the engine does.
 pub fn score_head(config: &Config, head: &Head) -> anyhow::Result<(Score, HeldOutScore)> {
     let verifier = Verifier::read(config)?;
-    let held_out = held_out_samples(config, &verifier)?;
+    let held_out = held_out_samples(config, &StateLayout::of(&head.config))?;
     score(config, &verifier, &held_out, head)
 }
 
 /// The held-out samples; an error where there are none.
-fn held_out_samples(config: &Config, verifier: &Verifier) -> anyhow::Result<Samples> {
+fn held_out_samples(config: &Config, layout: &StateLayout) -> anyhow::Result<Samples> {
     let data = DataDir::new(&config.data.directory);
-    let held_out = Samples::open(&data, Side::HeldOut, verifier.shape.hidden_size)?;
+    let held_out = Samples::open(&data, Side::HeldOut, layout)?;
     ensure!(
         !held_out.is_empty(),
-        "no held-out samples in {}; data.held_out_fraction of the conversations is held out, so let more traffic through",
+        "no held-out samples of layers {:?} in {}; data.held_out_fraction of the conversations is held out, so let more traffic through",
+        layout.layer_ids,
         data.states().display()
     );
     Ok(held_out)
@@ -130,7 +131,7 @@ fn starting_head(
             let options = FreshOptions {
                 seed: config.train.seed,
                 output_head: OutputHead::FromVerifier,
-                aux_layer_ids: None,
+                aux_layer_ids: StateLayout::newest_aux_layer_ids(data)?,
             };
             Ok((fresh_head(&verifier.shape, draft_ids, &options, &verifier.tensors)?, None))
         }

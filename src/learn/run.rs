@@ -6,7 +6,9 @@ use anyhow::{Context, ensure};
 use serde::Serialize;
 
 use super::run_directory::{Metrics, Plan, RunDirectory, StepLine};
-use super::{SCORE_BATCH, Samples, Side, Start, Verifier, Wake, held_out_score, score, starting_head};
+use super::{
+    SCORE_BATCH, Samples, Side, Start, StateLayout, Verifier, Wake, held_out_score, score, starting_head,
+};
 use crate::config::Config;
 use crate::head::{Head, HeadDtype, HeadFormat};
 use crate::promote::{Candidate, Origin, Registry, TrainingSummary};
@@ -85,13 +87,15 @@ pub fn train_candidate(
 ) -> anyhow::Result<Ended> {
     let data = DataDir::new(&config.data.directory);
     let verifier = Verifier::read(config)?;
-    let training = Samples::open(&data, Side::Train, verifier.shape.hidden_size)?;
+    let (head, parent) = starting_head(start, &data, &Registry::open(&data)?, &verifier, config)?;
+    let layout = StateLayout::of(&head.config);
+    let training = Samples::open(&data, Side::Train, &layout)?;
     ensure!(
         !training.is_empty(),
-        "no training samples in {}; let traffic through `draftsmith serve` with the plugin first",
+        "no training samples of layers {:?} in {}; let traffic through `draftsmith serve` with the plugin first",
+        layout.layer_ids,
         data.states().display()
     );
-    let (head, parent) = starting_head(start, &data, &Registry::open(&data)?, &verifier, config)?;
     let mut options = options(config, training.len());
     options.steps = steps.unwrap_or(options.steps).max(1);
     let begun = Begun { head, parent, optimizer: None, training, options };
@@ -142,7 +146,7 @@ pub(super) fn begin(
     train::check_device(config.train.device)?;
     let Begun { head, parent, optimizer, training, mut options } = begun;
     options.evaluate_every = (options.steps / CURVE_POINTS).max(1);
-    let held_out = Samples::open(data, Side::HeldOut, verifier.shape.hidden_size)?;
+    let held_out = Samples::open(data, Side::HeldOut, &StateLayout::of(&head.config))?;
     let plan = Plan::new(parent, &verifier.identity, options, [training.names(), held_out.names()]);
     let directory = RunDirectory::create(data, plan, &head, optimizer)?;
     let run = Run { directory, head, training, held_out };
@@ -168,11 +172,11 @@ pub fn resume(
         verifier.identity.name,
         verifier.identity.config_digest
     );
-    let hidden = verifier.shape.hidden_size;
+    let layout = StateLayout::of(&head.config);
     let names = std::mem::take(&mut directory.plan.training);
-    let training = Samples::named(&data, names, Side::Train, hidden)?;
+    let training = Samples::named(&data, names, Side::Train, &layout)?;
     let names = std::mem::take(&mut directory.plan.held_out);
-    let held_out = Samples::named(&data, names, Side::HeldOut, hidden)?;
+    let held_out = Samples::named(&data, names, Side::HeldOut, &layout)?;
     if training.gone() > 0 {
         tracing::warn!(
             run = directory.id,

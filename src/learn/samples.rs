@@ -5,12 +5,41 @@ use std::error::Error;
 
 use sha2::{Digest, Sha256};
 
+use crate::head::HeadConfig;
 use crate::states::{Reader, SampleEntry, StatesError};
 use crate::store::DataDir;
 use crate::train::{OwnedSample, SampleSource};
 
 /// The layers that a sample must have: three aux states and the last one before the final norm.
 const LAYERS: usize = 4;
+
+/// Which states a head learns from. States of other layers have the same shape, so only their ids tell them apart.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StateLayout {
+    /// H
+    pub hidden: usize,
+    /// The head's three, and the last one.
+    pub layer_ids: [u32; LAYERS],
+}
+
+impl StateLayout {
+    /// What this head reads.
+    pub fn of(config: &HeadConfig) -> Self {
+        let [low, middle, high] = config.aux_layer_ids;
+        let layer_ids = [low, middle, high, config.num_verifier_layers].map(|id| id as u32);
+        Self { hidden: config.hidden_size, layer_ids }
+    }
+
+    /// The three layers of the newest stored sample, for a head that has none yet; None where nothing is stored.
+    pub(super) fn newest_aux_layer_ids(data: &DataDir) -> Result<Option<[usize; 3]>, StatesError> {
+        let reader = Reader::open(&data.states())?;
+        let newest = reader.index().iter().max_by_key(|entry| entry.header.captured_at);
+        Ok(newest.and_then(|entry| match entry.header.layer_ids[..] {
+            [low, middle, high, _] => Some([low, middle, high].map(|id| id as usize)),
+            _ => None,
+        }))
+    }
+}
 
 /// Which side of the held-out split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,10 +61,10 @@ pub struct Samples {
 
 impl Samples {
     /// All samples of one side, oldest first.
-    pub fn open(data: &DataDir, side: Side, hidden: usize) -> Result<Self, StatesError> {
+    pub fn open(data: &DataDir, side: Side, layout: &StateLayout) -> Result<Self, StatesError> {
         let reader = Reader::open(&data.states())?;
-        let all = reader.index().iter().filter(|entry| usable(entry, side, hidden));
-        Ok(Self::from_entries(all.cloned().collect(), hidden))
+        let all = reader.index().iter().filter(|entry| usable(entry, side, layout));
+        Ok(Self::from_entries(all.cloned().collect(), layout.hidden))
     }
 
     /// The given samples, oldest first.
@@ -53,13 +82,13 @@ impl Samples {
         data: &DataDir,
         names: Vec<SampleName>,
         side: Side,
-        hidden: usize,
+        layout: &StateLayout,
     ) -> Result<Self, StatesError> {
         let reader = Reader::open(&data.states())?;
-        let all = reader.index().iter().filter(|entry| usable(entry, side, hidden));
+        let all = reader.index().iter().filter(|entry| usable(entry, side, layout));
         let mut known: HashMap<SampleName, &SampleEntry> = all.map(|entry| (name(entry), entry)).collect();
         let entries = names.iter().map(|name| known.remove(name).cloned()).collect();
-        Ok(Self { names, entries, hidden })
+        Ok(Self { names, entries, hidden: layout.hidden })
     }
 
     pub(super) fn names(&self) -> &[SampleName] {
@@ -93,11 +122,11 @@ pub(super) fn name(entry: &SampleEntry) -> SampleName {
 }
 
 /// A draft needs at least the first output token and one after it.
-pub(super) fn usable(entry: &SampleEntry, side: Side, hidden: usize) -> bool {
+pub(super) fn usable(entry: &SampleEntry, side: Side, layout: &StateLayout) -> bool {
     let header = &entry.header;
     header.held_out == (side == Side::HeldOut)
-        && header.hidden == hidden
-        && header.layers == LAYERS
+        && header.hidden == layout.hidden
+        && header.layer_ids == layout.layer_ids
         && header.prompt_length >= 1
         && header.rows > header.prompt_length
 }
