@@ -167,7 +167,7 @@ async fn sidecar_killed_amid_traffic_keeps_what_it_promised() {
     let numbers = Arc::new(AtomicU64::new(0));
     let mut random = u64::from(std::process::id());
     for round in 0..KILLS {
-        let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS).await;
+        let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS);
         let mut clients = Vec::new();
         for _ in 0..CLIENTS {
             let address = sidecar.address.clone();
@@ -189,7 +189,7 @@ async fn sidecar_killed_amid_traffic_keeps_what_it_promised() {
         }
         check_files(&data, round);
     }
-    let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS).await;
+    let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS);
     assert!(sidecar.stop().success());
     check_files(&data, KILLS);
     let left: Vec<_> =
