@@ -5,12 +5,12 @@
 
 use std::convert::Infallible;
 use std::path::Path;
-use std::process::Stdio;
 
 use async_openai::Client;
 use async_openai::config::OpenAIConfig;
 use async_openai::error::OpenAIError;
 use bytes::Bytes;
+use common::sidecar::Sidecar;
 use draftsmith::record::{Status, rows};
 use draftsmith::store::DataDir;
 use futures_util::{Stream, StreamExt, stream};
@@ -22,9 +22,11 @@ use hyper::{Request, Response};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde_json::{Value, from_str, to_value};
-use tokio::io::{AsyncBufReadExt, BufReader, Lines};
 use tokio::net::TcpListener;
-use tokio::process::{Child, ChildStderr, Command};
+
+mod common {
+    pub mod sidecar;
+}
 
 /// Bodies of a real vLLM: tests/fixtures/samples.
 const SAMPLES: [&str; 8] = [
@@ -77,42 +79,6 @@ async fn recorded_vllm() -> String {
     address
 }
 
-struct Sidecar {
-    process: Child,
-    address: String,
-    // A closed pipe would be no place for its log.
-    log: Lines<BufReader<ChildStderr>>,
-}
-
-async fn sidecar(upstream: &str, data: &DataDir) -> Sidecar {
-    let mut process = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
-        .args(["serve", "--listen", "127.0.0.1:0", "--upstream", &format!("http://{upstream}"), "--data"])
-        .arg(data.root())
-        .env("DRAFTSMITH_CONTROL__LISTEN", "127.0.0.1:0")
-        .env("RUST_LOG", "info")
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn()
-        .unwrap();
-    let mut log = BufReader::new(process.stderr.take().unwrap()).lines();
-    loop {
-        let line = log.next_line().await.unwrap().expect("the sidecar says where it serves before it ends");
-        if let Some((_, rest)) = line.split_once("serving listen=") {
-            let address = rest.split(' ').next().unwrap().to_owned();
-            return Sidecar { process, address, log };
-        }
-    }
-}
-
-impl Sidecar {
-    async fn stop(mut self) {
-        let id = self.process.id().unwrap().to_string();
-        assert!(Command::new("kill").args(["-TERM", &id]).status().await.unwrap().success());
-        while self.log.next_line().await.unwrap().is_some() {}
-        assert!(self.process.wait().await.unwrap().success());
-    }
-}
-
 /// What the client makes of each message of the answer.
 type Read = Vec<Result<Value, String>>;
 
@@ -140,12 +106,12 @@ async fn ask(address: &str, name: &str) -> Read {
     }
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn async_openai_reads_the_same_with_and_without_the_sidecar() {
     let directory = tempfile::tempdir().unwrap();
     let data = DataDir::new(directory.path().join("data"));
     let vllm = recorded_vllm().await;
-    let sidecar = sidecar(&vllm, &data).await;
+    let sidecar = Sidecar::start(directory.path(), &vllm, "");
     for name in SAMPLES {
         let direct = ask(&vllm, name).await;
         assert_eq!(ask(&sidecar.address, name).await, direct, "{name}");
@@ -154,7 +120,7 @@ async fn async_openai_reads_the_same_with_and_without_the_sidecar() {
         }
         assert_eq!(direct.len() > 1, name.ends_with("_stream"), "{name}: {} messages", direct.len());
     }
-    sidecar.stop().await;
+    assert!(sidecar.stop().success());
 
     let statuses: Vec<Status> = rows(&data).unwrap().map(|row| row.unwrap().status).collect();
     assert_eq!(statuses.len(), SAMPLES.len());

@@ -5,22 +5,17 @@
 
 mod common {
     pub mod environment;
+    pub mod ports;
 }
 
 use std::process::Command;
-
-/// A port that was free a moment ago.
-fn free_port() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
-    listener.local_addr().expect("a bound address").port().to_string()
-}
 
 #[test]
 #[ignore = "real vLLM: 15 minutes, once installed"]
 fn the_loop_raises_acceptance_on_a_real_vllm() {
     let directory = tempfile::tempdir().unwrap();
     let run = directory.path().join("demo");
-    let (vllm, proxy, control) = (free_port(), free_port(), free_port());
+    let [vllm, proxy, control] = std::array::from_fn(|_| common::ports::free_port().to_string());
     let output = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
         .args(["demo", "--domain", "narrow", "--json", "--vllm-port", &vllm, "--proxy-port", &proxy])
         .args(["--control-port", &control])

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 use draftsmith::states::{SampleHeader, StateDtype, StateStore, StoreOptions};
+use rustix::process::{Pid, Signal, kill_process};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
@@ -181,10 +182,6 @@ fn first_line_with(stderr: &mut impl BufRead, word: &str) -> String {
     }
 }
 
-fn signal(child: &Child, name: &str) {
-    assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
-}
-
 const STEPS: &str = "4000";
 
 #[test]
@@ -205,7 +202,7 @@ fn a_run_that_was_killed_and_stopped_ends_like_one_that_was_not() {
 
     let (mut stopped, mut stderr) = lab.start(&["train", "--resume"]);
     first_line_with(&mut stderr, "acceptance length");
-    signal(&stopped, "-TERM");
+    kill_process(Pid::from_child(&stopped), Signal::TERM).unwrap();
     let told = first_line_with(&mut stderr, "--resume");
     assert_eq!(stopped.wait().unwrap().code(), Some(3));
     let run = told.trim().trim_end_matches('`').rsplit(' ').next().unwrap().to_owned();
@@ -250,7 +247,7 @@ fn following_trains_a_round_when_enough_is_new_and_starts_from_the_last_candidat
     let one = reports.next().unwrap().unwrap();
     lab.append(6, false);
     let two = reports.next().unwrap().unwrap();
-    signal(&child, "-INT");
+    kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     assert!(reports.next().is_none());
     assert_eq!(child.wait().unwrap().code(), Some(0));
     let mut rest = String::new();
@@ -388,6 +385,23 @@ fn promote_asks_the_gate_swaps_and_rolls_back() {
     assert_eq!((&back["head"], &back["rolled_back"]["id"]), (&json!(strong), &json!(weak)));
     assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&strong));
     assert_eq!(live(&lab)["id"], json!(strong));
+}
+
+/// A swap cannot change the size: what is trained must fit what vLLM was started with.
+#[test]
+fn heads_from_init_and_from_scratch_have_draft_vocabularies_of_one_size() {
+    let mut lab = Lab::new("");
+    lab.append(2, false);
+    lab.append(1, true);
+    let day_0 = lab.keep.path().join("day-0");
+    let mut init = Command::new(env!("CARGO_BIN_EXE_draftsmith"));
+    init.args(["heads", "init", "--verifier"]).arg(lab.keep.path().join("verifier")).arg("--out").arg(&day_0);
+    assert!(init.status().unwrap().success());
+    let trained = lab.json(&["train", "--head", "scratch", "--steps", "1", "--json"]);
+    for head in [day_0, lab.data().join("heads").join(trained["head"].as_str().unwrap())] {
+        let config: Value = serde_json::from_slice(&fs::read(head.join("config.json")).unwrap()).unwrap();
+        assert_eq!(config["draft_vocab_size"], json!(VOCAB), "{}", head.display());
+    }
 }
 
 #[test]

@@ -6,13 +6,11 @@
 use std::path::Path;
 use std::process::Command;
 
-use common::environment::environment;
 use common::vllm::Vllm;
 
 mod common {
     pub mod environment;
-    pub mod sidecar;
-    #[allow(dead_code)]
+    pub mod ports;
     pub mod vllm;
 }
 
@@ -21,7 +19,7 @@ mod common {
 async fn states_and_swaps_in_a_real_vllm() {
     let directory = tempfile::tempdir().unwrap();
     let vllm = Vllm::with_plugin(directory.path(), &[]).await;
-    let output = Command::new(environment().join("venv/bin/python"))
+    let output = Command::new(vllm.environment.join("venv/bin/python"))
         .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/real_plugin.py"))
         .args(["--url", &format!("http://{}", vllm.address)])
         .arg("--model")

@@ -15,7 +15,7 @@ use common::http::{
 use common::samples::{Sample, other_samples, samples, without_ids};
 use draftsmith::proxy::{Begun, Drained, Exchange, Observer, Proxy, ProxyOptions, Routes, Source, Status};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::{Notify, mpsc, oneshot};
 
 mod common {
@@ -419,9 +419,10 @@ async fn a_new_connection_that_is_closed_is_an_error_at_once() {
 
 #[tokio::test]
 async fn no_upstream_is_502() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    drop(listener);
+    // Bound and not listening: nobody else gets the port.
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+    let address = socket.local_addr().unwrap().to_string();
     let mut running = proxy(&address, |_| {}).await;
     let answer = running.ask(&post("/v1/completions", "", b"{}")).await;
     assert_eq!(answer.status(), 502);

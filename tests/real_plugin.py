@@ -1,6 +1,6 @@
 """The plugin against a real vLLM: states, drafting counts, swaps, refusals, d2t. Started by tests/plugin.rs.
 
-The server runs src/demo_env/serve.sh with DTYPE float32; PYTHON is that environment's, since it needs transformers.
+The server runs src/demo_env/serve.sh; the Python is that environment's, since it needs transformers.
 """
 
 import argparse
@@ -17,13 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 arguments = argparse.ArgumentParser()
-arguments.add_argument("--url", default="http://127.0.0.1:8100")
+arguments.add_argument("--url", required=True)
 arguments.add_argument("--model", required=True, help="directory of the verifier")
 arguments.add_argument("--head", required=True, help="directory of the head that the server started with")
 arguments.add_argument("--transfer", required=True, help="the server's directory for states")
 arguments.add_argument("--scratch", required=True, help="an empty directory that the server can read")
 options = arguments.parse_args()
-os.makedirs(options.scratch, exist_ok=True)
+os.makedirs(options.scratch)
+PATIENCE = 60  # seconds; nothing that is waited for takes near so long unless it fails
 
 
 def call(route, body=None, timeout=300):
@@ -43,17 +44,26 @@ def status():
     return json.loads(text)["results"][0]
 
 
+def completion(prompt, tokens, **more):
+    return {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
 def complete(prompt, tokens, **more):
-    body = {"model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, **more}
-    code, text = call("/v1/completions", body)
+    code, text = call("/v1/completions", completion(prompt, tokens, return_token_ids=True, **more))
     assert code == 200, text
     return json.loads(text)
 
 
+def open_stream(prompt, tokens, request_id):
+    """The open answer; each event is a line."""
+    body = json.dumps(completion(prompt, tokens, stream=True)).encode()
+    headers = {"content-type": "application/json", "x-request-id": request_id}
+    return urllib.request.urlopen(urllib.request.Request(options.url + "/v1/completions", body, headers), timeout=300)
+
+
 def exported(answer_id, count=1):
     """Files of the request; waits for them, since vLLM hands them out one engine step after the answer."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         names = [n for n in os.listdir(options.transfer) if n.endswith(".safetensors") and answer_id in n]
         if len(names) >= count:
@@ -101,6 +111,12 @@ def counted():
     return [names[name] for name in ("drafts_total", "draft_tokens_total", "accepted_tokens_total")]
 
 
+def running():
+    """Requests that vLLM works on."""
+    [line] = [line for line in call("/metrics")[1].splitlines() if line.startswith("vllm:num_requests_running{")]
+    return int(float(line.rsplit(" ", 1)[1]))
+
+
 COUNTS = ("drafts", "drafted_tokens", "accepted_tokens")
 
 
@@ -139,17 +155,18 @@ def digest(path):
     return hashlib.sha256(open(path, "rb").read()).hexdigest()
 
 
-def variant(name, change, path=None):
-    tensors = load_file(path or os.path.join(options.head, "model.safetensors"))
+def variant(name, change):
+    tensors = load_file(live)
     tensors = change(tensors) or tensors
     out = os.path.join(options.scratch, name + ".safetensors")
     save_file(tensors, out)
     return out
 
 
+live = os.path.join(options.head, "model.safetensors")
 first = status()
 print("start", first)
-assert first["digest"] == digest(os.path.join(options.head, "model.safetensors"))
+assert first["digest"] == digest(live)
 
 # states: generated tokens with rejected drafts, a prefix hit, n = 2, several at once
 text = "The history of the city begins with a small harbour. " * 40
@@ -166,8 +183,10 @@ for answer in answers:
     print("states", len(ids), "tokens, largest relative error", error)
 drafting = difference(counted(), before)
 assert drafting == exported_counts(exported(answer["id"])[0] for answer in answers)
+assert drafting[0] > 0
 print("drafts, drafted, accepted", drafting)
-hits = [line for line in call("/metrics")[1].splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+[hits] = [line for line in call("/metrics")[1].splitlines() if line.startswith("vllm:prefix_cache_hits_total{")]
+assert float(hits.rsplit(" ", 1)[1]) > 0
 print(hits)
 before = counted()
 two = complete("Once upon a time", 24, n=2, temperature=0.9, seed=1)
@@ -193,16 +212,14 @@ threads = [threading.Thread(target=lambda i=i: results.append(complete(f"Story n
            for i in range(6)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
+assert len(results) == len(threads)
 print("six at once", max(check_file(exported(answer["id"])[0])[0] for answer in results))
 
 # an aborted request leaves nothing
-request = urllib.request.Request(options.url + "/v1/completions", json.dumps(
-    {"model": "smollm2", "prompt": "Go on", "max_tokens": 900, "ignore_eos": True, "stream": True}).encode(),
-    {"content-type": "application/json", "x-request-id": "left-early"})
-with urllib.request.urlopen(request) as answer:
-    answer.readline()
-deadline = time.monotonic() + 20
-while "num_requests_running{engine=\"0\",model_name=\"smollm2\"} 0.0" not in call("/metrics")[1]:
+with open_stream("Go on", 900, "left-early") as answer:
+    assert answer.readline()
+deadline = time.monotonic() + PATIENCE
+while running() != 0:
     assert time.monotonic() < deadline
 before = counted()
 last = complete("One more", 4)
@@ -212,14 +229,11 @@ assert not [name for name in os.listdir(options.transfer) if "left-early" in nam
 print("aborted request: no file")
 
 # a client's request id cannot leave the directory
-request = urllib.request.Request(options.url + "/v1/completions", json.dumps(
-    {"model": "smollm2", "prompt": "Go on", "max_tokens": 4}).encode(),
-    {"content-type": "application/json", "x-request-id": "../../up"})
-urllib.request.urlopen(request).read()
+open_stream("Go on", 4, "../../up").read()
 [path] = exported("..%2F..%2Fup")
 print("odd id", os.path.basename(path))
 
-# refusals: the live head stays
+# refusals, each for its own reason: the live head stays
 cases = {
     "wrong shape": variant("shape", lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:4096].clone()})),
     "missing": variant("missing", lambda t: {n: v for n, v in t.items() if n != "norm.weight"}),
@@ -229,17 +243,22 @@ cases = {
     "absent": os.path.join(options.scratch, "no-such-file"),
 }
 cut = os.path.join(options.scratch, "cut.safetensors")
-open(cut, "wb").write(open(os.path.join(options.head, "model.safetensors"), "rb").read()[:-100])
+open(cut, "wb").write(open(live, "rb").read()[:-100])
 cases["cut"] = cut
+reasons = {
+    "wrong shape": "lm_head.weight: the file has shape [4096,", "missing": "norm.weight: missing from the file",
+    "f16": "fc.weight: the file has torch.float16", "unknown": "layers.1.x.weight: the live head has no such tensor",
+    "bad d2t": "d2t: target ids must be distinct", "absent": "no-such-file", "cut": "not a whole safetensors file",
+}
 for name, path in cases.items():
     refusal = swap(path)
-    assert refusal is not None, name
+    assert refusal is not None and reasons[name] in refusal, (name, refusal)
     assert status()["digest"] == first["digest"], name
     print("refused", name, "->", json.loads(refusal)["error"]["message"][:260])
-refusal = swap(os.path.join(options.head, "model.safetensors"), digest="0" * 64)
-assert refusal is not None and status()["digest"] == first["digest"]
+refusal = swap(live, digest="0" * 64)
+assert refusal is not None and "the caller expects" in refusal and status()["digest"] == first["digest"]
 code, refusal = call("/start_weight_update", {})
-assert code != 200, "only draft heads"
+assert code != 200 and "draft heads alone" in refusal, (code, refusal)
 
 # swap in the middle of a stream, with layers.0 names, f32 and an embed_tokens that must be ignored
 def other(t):
@@ -249,18 +268,19 @@ def other(t):
     return renamed
 second = variant("second", other)
 quiet = complete("Rivers of Europe:", 120)["choices"][0]["text"]
-stream = {}
-thread = threading.Thread(target=lambda: stream.update(complete("Rivers of Europe:", 120)))
-thread.start()
-begun = time.monotonic()
-for path in (second, os.path.join(options.head, "model.safetensors"), second):
-    assert swap(path, digest=digest(path)) is None
-print("three swaps in", round(time.monotonic() - begun, 3), "s, request still running:", thread.is_alive())
-thread.join()
-assert stream["choices"][0]["text"] == quiet, "text is the same over swaps"
+with open_stream("Rivers of Europe:", 120, "swapped") as answer:
+    lines = [answer.readline()]
+    begun = time.monotonic()
+    for path in (second, live, second):
+        assert swap(path, digest=digest(path)) is None
+    print("three swaps in", round(time.monotonic() - begun, 3), "s")
+    assert running() == 1, "the stream ended before the swaps"
+    lines += answer.readlines()
+events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+assert "".join(event["choices"][0]["text"] for event in events) == quiet, "text is the same over swaps"
 now = status()
 assert now["digest"] == digest(second) and now["swaps"] == 3
-error, _, meta = check_file(exported(stream["id"])[0])
+error, _, meta = check_file(exported("swapped")[0])
 assert meta["head_swapped"] == "true"
 print("states over swaps", error)
 print("after swaps", now)
@@ -310,11 +330,11 @@ for token in (common, never, common):
     _, drafted, accepted = difference(counted(), before)
     assert again == produced
     print("d2t", token, "occurs", produced.count(token), "accepted", accepted, "of", drafted)
-    assert (accepted > 0) == (token == common)
+    assert drafted > 0 and (accepted > 0) == (token == common)
     print("states with drafts accepted and rejected", check_file(exported(answer["id"])[0])[0])
 
 # the head that it began with, again
-assert swap(os.path.join(options.head, "model.safetensors")) is None
+assert swap(live) is None
 final = status()
 assert final["digest"] == first["digest"]
 tap = final["tap"]

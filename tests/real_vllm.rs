@@ -23,6 +23,7 @@ use tokio::net::{TcpListener, TcpStream};
 mod common {
     pub mod environment;
     pub mod http;
+    pub mod ports;
     pub mod samples;
     pub mod sidecar;
     pub mod vllm;
@@ -154,7 +155,7 @@ async fn what_left_vllms_socket_is_what_the_client_reads() {
         "[verifier]\ndirectory = {:?}\n[states]\ntransfer_directory = {:?}\n",
         vllm.model_directory, vllm.transfer_directory
     );
-    let sidecar = Sidecar::start(directory.path(), &relay.address, &settings).await;
+    let sidecar = Sidecar::start(directory.path(), &relay.address, &settings);
     let mut expected_rows = Vec::new();
     let mut answered = 0;
     let recorded = samples().into_iter().map(|sample| (sample, true));
@@ -322,8 +323,7 @@ async fn ids_asked_of_a_stock_vllm_are_recorded_and_the_client_does_not_see_them
     let directory = tempfile::tempdir().unwrap();
     let vllm = Vllm::stock(directory.path(), &FLAGS).await;
     let relay = Relay::start(vllm.address.clone()).await;
-    let sidecar =
-        Sidecar::start(directory.path(), &relay.address, "[record]\ntoken_ids = \"request\"\n").await;
+    let sidecar = Sidecar::start(directory.path(), &relay.address, "[record]\ntoken_ids = \"request\"\n");
     let mut expected_ids = Vec::new();
     for sample in samples().into_iter().chain(more_samples()) {
         let name = &sample.name;

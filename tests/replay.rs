@@ -383,9 +383,10 @@ async fn stopping_finishes_what_is_in_flight() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_not_there_is_said() {
     let directory = tempfile::tempdir().unwrap();
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap());
-    drop(listener);
+    // Bound and not listening: nobody else gets the port.
+    let socket = tokio::net::TcpSocket::new_v4().unwrap();
+    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+    let address = format!("http://{}", socket.local_addr().unwrap());
     let path = directory.path().join("dataset");
     std::fs::write(&path, support_rows(2)).unwrap();
     let mut options = RunOptions::new(path, address, directory.path().join("errors.jsonl"));

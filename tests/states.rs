@@ -568,7 +568,7 @@ fn links_are_not_followed() {
 
 #[test]
 fn what_waits_too_long_is_given_up() {
-    let lab = lab(|options| options.time_out = Duration::from_millis(200), false);
+    let lab = lab(|options| options.time_out = Duration::from_secs(1), false);
     lab.collector.expect(request("lonely", 2));
     fake("0_chatcmpl-lonely-0123abcd").publish(lab.transfer.path());
     assert_eq!((lab.next().status, lab.next().status), (OutcomeStatus::Stored, OutcomeStatus::Missing));

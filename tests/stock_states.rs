@@ -4,28 +4,31 @@
 // Clippy takes helpers outside #[test] functions for library code.
 #![allow(clippy::unwrap_used)]
 
-#[path = "common/environment.rs"]
-mod environment;
+mod common {
+    pub mod environment;
+    pub mod ports;
+    pub mod sidecar;
+    pub mod vllm;
+}
 
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::symlink;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
+use common::sidecar::Sidecar;
+use common::vllm::Vllm;
 use draftsmith::record::{Record, Recorder, RecorderOptions, Source, Split, Status, now_micros};
 use draftsmith::states::{
     Expected, OutcomeStatus, Reader, SampleKey, StateDtype, StateStore, StockSample, StoreOptions,
     store_stock,
 };
 use draftsmith::store::DataDir;
-use environment::environment;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
@@ -438,120 +441,17 @@ fn what_the_quota_cannot_hold_is_not_computed() {
 
 // ---- the command, with a real vLLM ----
 
-/// A process and what it started; ends when dropped.
-struct Running {
-    child: Child,
-    log: Option<JoinHandle<String>>,
-}
-
-impl Running {
-    /// Starts it and reads its log until a line holds `ready`.
-    fn start(command: &mut Command, ready: &str) -> Self {
-        let mut child =
-            command.process_group(0).stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        let mut running = Self { child, log: None };
-        let mut log = String::new();
-        loop {
-            let Some(line) = lines.next() else { panic!("{command:?} ended early:\n{log}") };
-            let line = line.unwrap();
-            log.push_str(&line);
-            log.push('\n');
-            if line.contains(ready) {
-                break;
-            }
-        }
-        // A pipe that nobody reads would stop the process one day.
-        running.log =
-            Some(std::thread::spawn(move || lines.map_while(Result::ok).collect::<Vec<_>>().join("\n")));
-        running
-    }
-
-    fn signal(&self, name: &str) {
-        Command::new("kill").args([name, "--", &format!("-{}", self.child.id())]).status().unwrap();
-    }
-
-    /// Asks it to end, and waits for that.
-    fn stop(mut self) {
-        self.signal("-TERM");
-        let status = self.child.wait().unwrap();
-        assert!(status.success(), "{}", self.log.take().unwrap().join().unwrap());
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        if self.child.try_wait().unwrap().is_none() {
-            self.signal("-KILL");
-            self.child.wait().unwrap();
-        }
-    }
-}
-
-/// A port that was free a moment ago.
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
-/// vLLM's own extraction, as docs/operations.md has it, but for the copy that needs a GPU.
-fn stock_vllm(environment: &Path, transfer: &Path, port: u16) -> Running {
-    let speculative = json!({
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 15, 27, 30]}},
-    });
-    let connector = json!({
-        "kv_connector": "CpuHiddenStatesConnector",
-        "kv_connector_module_path": "cpu_connector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": transfer},
-    });
-    let bin = environment.join("venv/bin");
-    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
-    let module = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/stock_vllm");
-    let mut command = Command::new(bin.join("vllm"));
-    command
-        .arg("serve")
-        .arg(environment.join("smollm2-135m"))
-        .args(["--host", "127.0.0.1", "--port", &port.to_string(), "--served-model-name", "smollm2"])
-        .args(["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager"])
-        .args(["--speculative-config", &speculative.to_string()])
-        .args(["--kv-transfer-config", &connector.to_string()])
-        .env("LD_PRELOAD", environment.join("venv/lib/libiomp5.so"))
-        .env("PYTHONPATH", module)
-        .env("PATH", path)
-        .envs([("KMP_BLOCKTIME", "0"), ("OMP_NUM_THREADS", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind")])
-        .envs([("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_TARGET_DEVICE", "cpu")])
-        .envs([("HF_HUB_OFFLINE", "1"), ("TRANSFORMERS_OFFLINE", "1")])
-        .envs([("VLLM_NO_USAGE_STATS", "1"), ("DO_NOT_TRACK", "1")]);
-    Running::start(&mut command, "Application startup complete")
-}
-
-#[test]
-#[ignore = "installs a real vLLM (7 GB) and runs it for some minutes"]
-fn a_real_vllm_fills_in_the_states_that_transformers_computes() {
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "real vLLM: four minutes, once installed"]
+async fn a_real_vllm_fills_in_the_states_that_transformers_computes() {
     const RECORDS: usize = 20;
-    let environment = environment();
-    let model = environment.join("smollm2-135m");
     let site = Site::new(Vec::new());
-    let (port, proxy, control) = (free_port(), free_port(), free_port());
-    let upstream = format!("http://127.0.0.1:{port}");
-    let config = format!(
-        "[proxy]\nlisten = \"127.0.0.1:{proxy}\"\nupstream = \"{upstream}\"\n[control]\nlisten = \"127.0.0.1:{control}\"\n\
-         [record]\ntoken_ids = \"request\"\n[verifier]\ndirectory = {model:?}\n"
-    );
-    fs::write(site.path("draftsmith.toml"), config).unwrap();
-    let vllm = stock_vllm(&environment, &site.transfer(), port);
+    let vllm = Vllm::extracting(site.directory.path(), &[2, 15, 27, 30]).await;
+    let model = &vllm.model_directory;
 
     // Records with ids, as a sidecar without the plugin makes them. This vLLM writes files for these requests too.
-    let mut command = Command::new(env!("CARGO_BIN_EXE_draftsmith"));
-    command
-        .arg("serve")
-        .arg("--config")
-        .arg(site.path("draftsmith.toml"))
-        .arg("--data")
-        .arg(site.path("data"));
-    let sidecar = Running::start(&mut command, "serving");
+    let settings = format!("[record]\ntoken_ids = \"request\"\n[verifier]\ndirectory = {model:?}\n");
+    let sidecar = Sidecar::start(site.directory.path(), &vllm.address, &settings);
     let mut prompts = String::new();
     for number in 0..RECORDS {
         let text = format!(
@@ -565,25 +465,24 @@ fn a_real_vllm_fills_in_the_states_that_transformers_computes() {
     let replayed = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
         .arg("replay")
         .arg(site.path("prompts.jsonl"))
-        .args(["--to", &format!("http://127.0.0.1:{proxy}"), "--max-tokens", "24", "--temperature", "0.8"])
+        .args(["--to", &format!("http://{}", sidecar.address), "--max-tokens", "24", "--temperature", "0.8"])
         .arg("--errors")
         .arg(site.path("errors.jsonl"))
         .output()
         .unwrap();
     assert!(replayed.status.success(), "{replayed:?}");
-    sidecar.stop();
+    assert!(sidecar.stop().success());
     fs::remove_dir_all(site.transfer()).unwrap();
     fs::create_dir(site.transfer()).unwrap();
 
-    let (code, filled) = report(&site.backfill(&upstream, &[]));
+    let (code, filled) = report(&site.backfill(&format!("http://{}", vllm.address), &[]));
     println!("{filled}");
     assert_eq!((code, &filled["stored"], &filled["failed"]), (0, &json!(RECORDS), &json!({})), "{filled}");
     assert_eq!(entries(&site.transfer()), 0);
-    drop(vllm);
 
     let reader = Reader::open(&site.data().states()).unwrap();
     assert_eq!(reader.index().len(), RECORDS);
-    let mut command = Command::new(environment.join("venv/bin/python"));
+    let mut command = Command::new(vllm.environment.join("venv/bin/python"));
     command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/stock_vllm/reference.py")).arg(model);
     for index in 0..RECORDS {
         let sample = reader.load(index).unwrap();

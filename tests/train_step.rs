@@ -563,6 +563,7 @@ fn losses_agree_with_speculators() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         let text = String::from_utf8(output.stdout).unwrap();
         let wanted: Vec<f64> = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        assert_eq!(report.step_losses.len(), wanted.len());
         for (got, wanted) in report.step_losses.iter().zip(&wanted) {
             assert!((got - wanted).abs() < 1e-4 * wanted, "{:?} against {wanted:?}", report.step_losses);
         }

@@ -11,15 +11,12 @@ use super::{ConfigFlags, swap};
 use crate::config::Config;
 use crate::head::{
     FreshOptions, HeadDtype, HeadFormat, OutputHead, VerifierShape, VerifierTensors, WriteOptions,
-    draft_vocabulary, fresh_head,
+    default_draft_vocabulary_size, draft_vocabulary, fresh_head,
 };
 use crate::learn::{self, Comparison, Verifier};
 use crate::promote::{Registry, Verdict};
 use crate::record;
 use crate::store::DataDir;
-
-/// Tokens of the draft vocabulary when none is given: what published heads use, or the whole of a smaller one.
-const DEFAULT_DRAFT_VOCABULARY: usize = 32_000;
 
 #[derive(Debug, Args)]
 pub struct HeadsCommand {
@@ -37,7 +34,7 @@ enum Action {
         /// Where to write the head; must not exist
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
-        /// Tokens of the draft vocabulary
+        /// Tokens of the draft vocabulary [default: 32000, or all of a smaller one]
         #[arg(long)]
         draft_vocab: Option<usize>,
         /// Choose the draft vocabulary by the tokens recorded in this data directory
@@ -279,7 +276,7 @@ fn init(
         Some(directory) => record::token_frequencies(&DataDir::new(directory), shape.vocab_size)?,
         None => vec![0; shape.vocab_size],
     };
-    let size = draft_vocab.unwrap_or(DEFAULT_DRAFT_VOCABULARY.min(shape.vocab_size));
+    let size = draft_vocab.unwrap_or(default_draft_vocabulary_size(shape.vocab_size));
     let draft_ids = draft_vocabulary(&counts, size, &shape.eos_token_ids)?;
     let head = fresh_head(&shape, draft_ids, options, &tensors)?;
     std::fs::create_dir_all(out).with_context(|| format!("directory {}", out.display()))?;

@@ -21,9 +21,9 @@ pub struct TrainCommand {
     /// Where to start: a registered id, `live`, a head's directory, or `scratch`
     #[arg(long, default_value = "live")]
     head: String,
-    /// Tokens of the draft vocabulary of a head from scratch
-    #[arg(long, default_value_t = 8192)]
-    draft_vocab: usize,
+    /// Tokens of the draft vocabulary of a head from scratch [default: 32000, or all of a smaller one]
+    #[arg(long)]
+    draft_vocab: Option<usize>,
     /// Optimizer steps; without it, train.passes over what was captured
     #[arg(long)]
     steps: Option<u64>,

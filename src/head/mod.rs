@@ -27,7 +27,7 @@ pub use fresh::{FreshOptions, OutputHead, fresh_head};
 pub(crate) use random::normal;
 pub use tensor_file::TensorSource;
 pub use verifier::{VerifierIdentity, VerifierShape, file_digest};
-pub use vocabulary::{check_draft_ids, draft_vocabulary, vocabulary_digest};
+pub use vocabulary::{check_draft_ids, default_draft_vocabulary_size, draft_vocabulary, vocabulary_digest};
 
 use serde::{Deserialize, Serialize};
 

@@ -6,6 +6,12 @@ use sha2::{Digest, Sha256};
 
 use super::error::HeadError;
 
+/// Tokens of a new head's draft vocabulary when nobody says how many: what published heads use, or the whole of a smaller
+/// vocabulary. A swap cannot change it, so the head that vLLM starts with and those trained for it must agree.
+pub fn default_draft_vocabulary_size(vocab_size: usize) -> usize {
+    vocab_size.min(32_000)
+}
+
 /// The `size` most frequent tokens, ties to the lower id. `always` (end of turn and the like) is in whatever its count.
 /// When fewer tokens were seen, the lowest unused ids fill the rest.
 ///

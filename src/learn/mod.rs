@@ -17,8 +17,8 @@ use anyhow::{Context, ensure};
 
 use crate::config::Config;
 use crate::head::{
-    FreshOptions, Head, OutputHead, VerifierIdentity, VerifierShape, VerifierTensors, draft_vocabulary,
-    fresh_head,
+    FreshOptions, Head, OutputHead, VerifierIdentity, VerifierShape, VerifierTensors,
+    default_draft_vocabulary_size, draft_vocabulary, fresh_head,
 };
 use crate::promote::{HeldOutScore, Registry};
 use crate::record;
@@ -36,8 +36,8 @@ const SCORE_BATCH: usize = 4;
 /// Which head a run starts from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Start {
-    /// Fresh weights and a draft vocabulary of this size, chosen by what was recorded.
-    Scratch { draft_vocab_size: usize },
+    /// Fresh weights and a draft vocabulary of this size (None: the default), chosen by what was recorded.
+    Scratch { draft_vocab_size: Option<usize> },
     /// A registered head by id, or `live`.
     Registered(String),
     /// Any head's directory.
@@ -127,7 +127,8 @@ fn starting_head(
     match start {
         Start::Scratch { draft_vocab_size } => {
             let counts = record::token_frequencies(data, verifier.shape.vocab_size)?;
-            let draft_ids = draft_vocabulary(&counts, *draft_vocab_size, &verifier.shape.eos_token_ids)?;
+            let size = draft_vocab_size.unwrap_or(default_draft_vocabulary_size(verifier.shape.vocab_size));
+            let draft_ids = draft_vocabulary(&counts, size, &verifier.shape.eos_token_ids)?;
             let options = FreshOptions {
                 seed: config.train.seed,
                 output_head: OutputHead::FromVerifier,

@@ -66,6 +66,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     let proxy = Arc::new(Proxy::new(options, observer.clone())?);
 
     let controlled = Arc::new(Parts { upstream: config.proxy.upstream.clone(), recorder: recorder.clone() });
+    let (listen, control) = (listener.local_addr()?, control_listener.local_addr()?);
     let (stop_control, mut control_stopped) = watch::channel(false);
     let control_task = tokio::spawn(async move {
         let stopped = async {
@@ -74,7 +75,7 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         };
         control::serve(control_listener, controlled, metrics, stopped).await;
     });
-    tracing::info!(listen = %listener.local_addr()?, upstream = config.proxy.upstream, "serving");
+    tracing::info!(%listen, %control, upstream = config.proxy.upstream, "serving");
     let drained = proxy.clone().serve(listener, shutdown_signal()).await;
     tracing::info!(?drained, "no more requests; sealing what was recorded");
     drop(proxy);

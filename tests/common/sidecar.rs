@@ -3,18 +3,11 @@
 #![allow(dead_code)]
 
 use std::fs::OpenOptions;
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::{Duration, Instant};
 
-const START_TIMEOUT: Duration = Duration::from_secs(60);
-const START_POLL: Duration = Duration::from_millis(5);
-
-/// A port that was free a moment ago.
-pub fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
+use rustix::process::{Pid, Signal, kill_process};
 
 /// A running sidecar. It is killed when this is dropped.
 pub struct Sidecar {
@@ -27,36 +20,45 @@ pub struct Sidecar {
 
 impl Sidecar {
     /// Its data are in `directory/data`, its log in `directory/serve.log`; `settings` is TOML. Comes back when it serves.
-    pub async fn start(directory: &Path, upstream: &str, settings: &str) -> Sidecar {
+    pub fn start(directory: &Path, upstream: &str, settings: &str) -> Sidecar {
         let config = directory.join("draftsmith.toml");
         std::fs::write(&config, settings).unwrap();
-        let (port, control_port) = (free_port(), free_port());
-        let log = OpenOptions::new().create(true).append(true).open(directory.join("serve.log")).unwrap();
-        let child = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
-            .args(["serve", "--upstream", &format!("http://{upstream}")])
-            .args(["--listen", &format!("127.0.0.1:{port}"), "--config"])
+        let mut log = OpenOptions::new().create(true).append(true).open(directory.join("serve.log")).unwrap();
+        let mut child = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
+            .args([
+                "serve",
+                "--upstream",
+                &format!("http://{upstream}"),
+                "--listen",
+                "127.0.0.1:0",
+                "--config",
+            ])
             .arg(&config)
             .arg("--data")
             .arg(directory.join("data"))
-            .env("DRAFTSMITH_CONTROL__LISTEN", format!("127.0.0.1:{control_port}"))
+            .env("DRAFTSMITH_CONTROL__LISTEN", "127.0.0.1:0")
+            // It says where it serves at this level.
+            .env("RUST_LOG", "info")
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(log)
+            .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let mut sidecar = Sidecar {
-            address: format!("127.0.0.1:{port}"),
-            control: format!("http://127.0.0.1:{control_port}"),
-            child,
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+        let serving = loop {
+            let line = lines.next().expect("the sidecar says where it serves before it ends: serve.log");
+            writeln!(log, "{line}").unwrap();
+            if line.contains(" serving ") {
+                break line;
+            }
         };
-        let client = reqwest::Client::new();
-        let started = Instant::now();
-        while client.get(format!("{}/healthz", sidecar.control)).send().await.is_err() {
-            sidecar.check_alive();
-            assert!(started.elapsed() < START_TIMEOUT, "the sidecar does not start");
-            tokio::time::sleep(START_POLL).await;
-        }
-        sidecar
+        // A pipe that nobody reads would stop it one day.
+        std::thread::spawn(move || lines.try_for_each(|line| writeln!(log, "{line}")));
+        let told = |field: &str| {
+            let (_, rest) = serving.split_once(&format!(" {field}=")).unwrap();
+            rest.split(' ').next().unwrap().to_owned()
+        };
+        Sidecar { address: told("listen"), control: format!("http://{}", told("control")), child }
     }
 
     pub fn check_alive(&mut self) {
@@ -78,8 +80,7 @@ impl Sidecar {
 
     /// SIGTERM; comes back when it has ended by itself.
     pub fn stop(mut self) -> ExitStatus {
-        let id = self.child.id().to_string();
-        assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+        kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
         self.child.wait().unwrap()
     }
 }

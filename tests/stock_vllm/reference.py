@@ -24,5 +24,6 @@ for path in sys.argv[2:]:
     wanted = torch.stack(layers, 1)
     assert wanted.shape == file["hidden_states"].shape, path
     error = (file["hidden_states"] - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert error.isfinite().all(), path
     largest = max(largest, float(error.max()))
 print(largest)
