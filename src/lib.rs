@@ -6,6 +6,7 @@ pub mod compute;
 pub mod config;
 pub mod control;
 pub mod demo;
+pub mod forget;
 pub mod head;
 pub mod learn;
 pub mod openai;

@@ -435,7 +435,7 @@ fn a_head_learns_from_states_of_its_own_layers_alone() {
     assert_eq!([&second["samples"], &second["held_out_samples"]], [3, 1]);
     let config = lab.data().join("heads").join(second["head"].as_str().unwrap()).join("config.json");
     let config: Value = serde_json::from_str(&fs::read_to_string(config).unwrap()).unwrap();
-    assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([4, 6, 7]));
+    assert_eq!(config["eagle_aux_hidden_state_layer_ids"], json!([4, 6, 7, 8]));
 
     let more = lab.json(&["train", "--head", first["head"].as_str().unwrap(), "--json"]);
     assert_eq!([&more["samples"], &more["held_out_samples"]], [4, 2]);

@@ -12,7 +12,7 @@ use common::http::{
     Act, CHAT, SSE_HEAD, Seen, build_request, chunk, find, header, json, post, read_chunk, read_message,
     upstream,
 };
-use common::samples::{Sample, other_samples, samples, without_ids};
+use common::samples::{Sample, dialect_samples, other_samples, samples, without_ids};
 use draftsmith::proxy::{Begun, Drained, Exchange, Observer, Proxy, ProxyOptions, Routes, Source, Status};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
@@ -126,7 +126,7 @@ fn writes(wire: &[u8], places: &[usize]) -> Vec<Act> {
 async fn clients_get_vllms_bytes() {
     const RANDOM_CUTS: usize = 6;
     let mut cuts = Cuts(1);
-    let recorded = samples().into_iter().map(|sample| (sample, true));
+    let recorded = samples().into_iter().chain(dialect_samples()).map(|sample| (sample, true));
     for (sample, is_recorded) in recorded.chain(other_samples().into_iter().map(|sample| (sample, false))) {
         let mut scripts = vec![writes(&sample.wire(), &[])];
         for _ in 0..RANDOM_CUTS {

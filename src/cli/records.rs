@@ -1,15 +1,20 @@
-//! `draftsmith records stats|verify`
+//! `draftsmith records stats|verify|export|compact|forget`
 
 use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::{Args, Subcommand};
 use serde_json::json;
 
 use super::{ConfigFlags, PARTLY_DONE};
 use crate::config::Config;
+use crate::forget::forget_anywhere;
 use crate::promote::Registry;
-use crate::record::{self, FileCheck};
+use crate::record::{self, FileCheck, Recorder, RecorderOptions, Selection, Split};
 use crate::store::DataDir;
 
 #[derive(Debug, Args)]
@@ -24,6 +29,40 @@ enum Action {
     Stats {
         #[command(flatten)]
         config: ConfigFlags,
+        /// Print the report as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Write recorded conversations as JSON lines of `messages`, the answer last
+    Export {
+        #[command(flatten)]
+        config: ConfigFlags,
+        /// The file to write; - for standard output
+        #[arg(long, value_name = "FILE", default_value = "-")]
+        out: String,
+        /// Of one side of the split alone
+        #[arg(long, value_parser = ["train", "held_out"])]
+        split: Option<String>,
+    },
+    /// Merge the small files of all hours that are over, while nothing records into the directory
+    Compact {
+        #[command(flatten)]
+        config: ConfigFlags,
+    },
+    /// Remove rows and the hidden states of their requests for good, and name the heads that learned from them
+    #[command(group(clap::ArgGroup::new("which").required(true).multiple(true).args(["tenant", "tenant_hash", "before"])))]
+    Forget {
+        #[command(flatten)]
+        config: ConfigFlags,
+        /// The tenant as the header named it; its hash needs the salt in the data directory
+        #[arg(long, value_name = "NAME", conflicts_with = "tenant_hash")]
+        tenant: Option<String>,
+        /// The tenant as the records name it
+        #[arg(long, value_name = "HASH")]
+        tenant_hash: Option<String>,
+        /// Requests that started before this: 2026-11-01 (UTC) or 2026-11-01T12:00:00Z; now if it is not given
+        #[arg(long, value_name = "TIME", value_parser = time)]
+        before: Option<jiff::Timestamp>,
         /// Print the report as JSON
         #[arg(long)]
         json: bool,
@@ -43,8 +82,82 @@ impl RecordsCommand {
         match self.action {
             Action::Stats { config, json } => stats(&config.load()?, json),
             Action::Verify { config, json } => verify(&config.load()?, json),
+            Action::Export { config, out, split } => export(&config.load()?, &out, split.as_deref()),
+            Action::Compact { config } => compact(&config.load()?),
+            Action::Forget { config, tenant, tenant_hash, before, json } => {
+                let config = config.load()?;
+                let tenant_hash = match tenant {
+                    Some(name) => {
+                        let salt = DataDir::new(&config.data.directory).tenant_salt();
+                        Some(record::tenant_hash(&name, &salt)?)
+                    }
+                    None => tenant_hash,
+                };
+                let before = before.unwrap_or_else(jiff::Timestamp::now).as_microsecond();
+                forget(&config, Selection { tenant_hash, before }, json)
+            }
         }
     }
+}
+
+/// A day stands for its first moment in UTC.
+fn time(text: &str) -> Result<jiff::Timestamp, String> {
+    let wrong = |error: jiff::Error| format!("{error}; give 2026-11-01 or 2026-11-01T12:00:00Z");
+    if let Ok(day) = text.parse::<jiff::civil::Date>()
+        && !text.contains(['T', ' '])
+    {
+        return Ok(day.to_zoned(jiff::tz::TimeZone::UTC).map_err(wrong)?.timestamp());
+    }
+    text.parse().map_err(wrong)
+}
+
+fn export(config: &Config, out: &str, split: Option<&str>) -> anyhow::Result<ExitCode> {
+    let data = DataDir::new(&config.data.directory);
+    let split = split.and_then(Split::parse);
+    let lines = if out == "-" {
+        let mut output = BufWriter::new(std::io::stdout().lock());
+        let lines = record::export(&data, split, &mut output)?;
+        output.flush()?;
+        lines
+    } else {
+        let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(out);
+        let mut output = BufWriter::new(opened.with_context(|| format!("cannot write {out}"))?);
+        let lines = record::export(&data, split, &mut output)?;
+        output.flush()?;
+        lines
+    };
+    eprintln!("{lines} conversations");
+    Ok(ExitCode::SUCCESS)
+}
+
+fn compact(config: &Config) -> anyhow::Result<ExitCode> {
+    let recorder = Recorder::start(&DataDir::new(&config.data.directory), RecorderOptions::default())?;
+    let done = recorder.compact()?;
+    recorder.shutdown()?;
+    println!("{} hours: {} files became {}", done.hours, done.files_before, done.files_after);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn forget(config: &Config, selection: Selection, json: bool) -> anyhow::Result<ExitCode> {
+    let report = super::runtime()?.block_on(forget_anywhere(config, selection))?;
+    if json {
+        println!("{}", serde_json::to_string(&report)?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!(
+        "{} rows of {} requests and {} samples of hidden states were removed",
+        report.records.rows, report.requests, report.samples
+    );
+    if report.records.damaged_segments_deleted > 0 {
+        println!("{} damaged WAL segments were deleted", report.records.damaged_segments_deleted);
+    }
+    if !report.heads.is_empty() {
+        println!("heads that learned from them, and stay:");
+        for head in &report.heads {
+            println!("  {head}");
+        }
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn stats(config: &Config, json: bool) -> anyhow::Result<ExitCode> {

@@ -2,7 +2,7 @@
 
 use std::fmt::Debug;
 
-use super::{Config, ConfigError};
+use super::{Config, ConfigError, PrivacyConfig};
 
 /// Refuses the first value that cannot work, by its key.
 pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
@@ -53,10 +53,31 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
     positive("proxy.max_request_bytes", proxy.max_request_bytes as u64)?;
     positive("proxy.max_recorded_bytes", proxy.max_recorded_bytes as u64)?;
     let record = &config.record;
-    positive("record.flush_interval_ms", record.flush_interval_ms)?;
+    positive("record.flush_bytes", record.flush_bytes as u64)?;
     positive("record.queue_bytes", record.queue_bytes as u64)?;
     positive("record.segment_bytes", record.segment_bytes)?;
     positive("record.seal_after_seconds", record.seal_after_seconds)?;
+
+    let privacy = &config.privacy;
+    require(
+        (0.0..=1.0).contains(&privacy.sample_rate),
+        "privacy.sample_rate",
+        &privacy.sample_rate,
+        "choose from 0 to 1",
+    )?;
+    let recordable = PrivacyConfig::default().routes;
+    for route in &privacy.routes {
+        let remedy = format!("choose from {}", recordable.join(", "));
+        require(recordable.contains(route), "privacy.routes", route, &remedy)?;
+    }
+    for pattern in privacy.patterns.values() {
+        let remedy = "give a regular expression of the Rust regex crate";
+        require(regex::Regex::new(pattern).is_ok(), "privacy.patterns", pattern, remedy)?;
+    }
+    if let Some(name) = &privacy.tenant_header {
+        let usable = hyper::header::HeaderName::try_from(name.as_str()).is_ok();
+        require(usable, "privacy.tenant_header", name, "give the name of a request header")?;
+    }
 
     let states = &config.states;
     positive("states.shard_bytes", states.shard_bytes)?;

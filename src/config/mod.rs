@@ -4,6 +4,7 @@
 //! `schemas/config.schema.json`. Later sources win: defaults, file, environment, flags. An error names the key, the value
 //! and what is allowed.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -39,6 +40,7 @@ pub struct Config {
     pub data: DataConfig,
     pub verifier: VerifierConfig,
     pub record: RecordConfig,
+    pub privacy: PrivacyConfig,
     pub states: StatesConfig,
     pub train: TrainConfig,
     pub gate: GateConfig,
@@ -119,8 +121,10 @@ pub struct VerifierConfig {
 pub struct RecordConfig {
     pub enabled: bool,
     pub token_ids: TokenIds,
-    /// A crash loses at most this much, in milliseconds.
+    /// A crash loses at most this much, in milliseconds. 0: each request is synced as soon as the disk is free.
     pub flush_interval_ms: u64,
+    /// A sync comes earlier when so many bytes wait.
+    pub flush_bytes: usize,
     /// Rows waiting for the disk, in bytes; beyond it rows are dropped and counted, never waited for.
     pub queue_bytes: usize,
     /// A WAL segment is sealed into Parquet at this size, in bytes...
@@ -129,8 +133,53 @@ pub struct RecordConfig {
     pub seal_after_seconds: u64,
     /// How long a row may wait for its token ids from the plugin before it is sealed without, in seconds.
     pub join_timeout_seconds: u64,
+    /// The small Parquet files of an hour are merged so long after its end, in seconds; 0: never.
+    pub merge_after_seconds: u64,
     /// Keep the raw bodies beside the parsed columns.
     pub keep_raw: bool,
+}
+
+/// What is not recorded, and what is taken out of what is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct PrivacyConfig {
+    /// The share of conversations that is recorded; without a conversation id, of requests.
+    pub sample_rate: f64,
+    /// Routes that are recorded, of `/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`.
+    pub routes: Vec<String>,
+    /// Models that are recorded, as requests name them; empty: all.
+    pub models: Vec<String>,
+    /// What is looked for and replaced before anything reaches the disk. A request in which it is found keeps no token
+    /// ids and no hidden states, so it is not trained on.
+    pub redact: Vec<RedactionSet>,
+    /// More to look for: a name, and a regular expression.
+    pub patterns: BTreeMap<String, String>,
+    /// What is kept of what was said.
+    pub keep: Kept,
+    /// The header that names the tenant, such as `x-tenant` or `authorization`; records have its salted hash. The salt is
+    /// `tenant.salt` in the data directory: without it no hash can be made again.
+    pub tenant_header: Option<String>,
+}
+
+/// Patterns that come with draftsmith.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum RedactionSet {
+    /// Keys and tokens of well-known services, private keys, bearer tokens.
+    ApiKeys,
+    Email,
+    /// Numbers that pass the check of payment cards (Luhn).
+    PaymentCards,
+}
+
+/// What is kept of what was said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Kept {
+    /// Text and token ids.
+    Content,
+    /// Token ids, counts and times alone. Whoever has the tokenizer can read ids.
+    Ids,
 }
 
 /// Hidden states.
@@ -230,11 +279,28 @@ impl Default for RecordConfig {
             enabled: true,
             token_ids: TokenIds::Plugin,
             flush_interval_ms: 200,
+            flush_bytes: 1 << 20,
             queue_bytes: 64 << 20,
             segment_bytes: 64 << 20,
             seal_after_seconds: 60,
             join_timeout_seconds: 10,
+            merge_after_seconds: 3600,
             keep_raw: false,
+        }
+    }
+}
+
+impl Default for PrivacyConfig {
+    fn default() -> Self {
+        let routes = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"];
+        Self {
+            sample_rate: 1.0,
+            routes: routes.map(str::to_owned).to_vec(),
+            models: Vec::new(),
+            redact: vec![RedactionSet::ApiKeys, RedactionSet::Email, RedactionSet::PaymentCards],
+            patterns: BTreeMap::new(),
+            keep: Kept::Content,
+            tenant_header: None,
         }
     }
 }
@@ -391,6 +457,10 @@ mod tests {
             ("control.listen", "[control]\nlisten = \"0.0.0.0:8081\"\n"),
             ("control.listen", "[control]\nlisten = \"127.0.0.1:8080\"\n"),
             ("data.held_out_fraction", "[data]\nheld_out_fraction = 1.5\n"),
+            ("privacy.sample_rate", "[privacy]\nsample_rate = 1.5\n"),
+            ("privacy.routes", "[privacy]\nroutes = [\"/v1/embeddings\"]\n"),
+            ("privacy.patterns", "[privacy.patterns]\nticket = \"(\"\n"),
+            ("privacy.tenant_header", "[privacy]\ntenant_header = \"x tenant\"\n"),
             ("record.queue_bytes", "[record]\nqueue_bytes = 0\n"),
             ("states.quota_bytes", "[states]\nquota_bytes = 1\n"),
             ("train.device", "[train]\ndevice = \"gpu\"\n"),

@@ -6,6 +6,7 @@
 //! | `GET /readyz` | 200 when vLLM answers, else 503; the body says what each part reports |
 //! | `GET /metrics` | Prometheus text |
 //! | `POST /v1/flush` | seals what was recorded so far into Parquet, 204 when it is there |
+//! | `POST /v1/forget` | removes rows and their states; the question of `draftsmith records forget` |
 //!
 //! The port binds to loopback alone (checked in `config`): it is an operator's door, never a client's.
 
@@ -15,7 +16,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http_body_util::Full;
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Incoming;
 use hyper::{Method, Request, Response, StatusCode, header};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -32,12 +33,18 @@ pub struct PartReport {
     pub detail: String,
 }
 
+const MOST_QUESTION_BYTES: usize = 1 << 16;
+
 type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// What the control API asks of the rest of the process.
 pub trait Controlled: Send + Sync + 'static {
     fn readiness(&self) -> BoxFuture<Vec<PartReport>>;
+    /// Brings those gauges up to date that nothing else does, before they are read.
+    fn measure(&self);
     fn flush(&self) -> BoxFuture<Result<(), String>>;
+    /// The body of the question and of the answer are JSON.
+    fn forget(&self, selection: Bytes) -> BoxFuture<Result<serde_json::Value, String>>;
 }
 
 /// A metrics recorder could not be installed: the process has one already.
@@ -98,6 +105,7 @@ async fn answer(
             json(status, &serde_json::json!({ "ready": ready, "parts": reports }))
         }
         (&Method::GET, "/metrics") => {
+            controlled.measure();
             metrics.run_upkeep();
             text(StatusCode::OK, metrics.render())
         }
@@ -105,6 +113,19 @@ async fn answer(
             Ok(()) => text(StatusCode::NO_CONTENT, ""),
             Err(message) => json(StatusCode::INTERNAL_SERVER_ERROR, &serde_json::json!({ "error": message })),
         },
+        (&Method::POST, "/v1/forget") => {
+            let read = Limited::new(request.into_body(), MOST_QUESTION_BYTES).collect().await;
+            let outcome = match read {
+                Ok(body) => controlled.forget(body.to_bytes()).await,
+                Err(error) => Err(format!("the question cannot be read: {error}")),
+            };
+            match outcome {
+                Ok(report) => json(StatusCode::OK, &report),
+                Err(message) => {
+                    json(StatusCode::INTERNAL_SERVER_ERROR, &serde_json::json!({ "error": message }))
+                }
+            }
+        }
         (_, path) => json(
             StatusCode::NOT_FOUND,
             &serde_json::json!({

@@ -27,6 +27,7 @@ use crate::train::{self, DraftOptions, DraftTarget, SampleSource, Score};
 pub use compare::{Comparison, compare};
 pub use follow::follow;
 pub use run::{CurvePoint, Ended, TrainReport, resume, train_candidate};
+pub use run_directory::heads_that_learned_from;
 pub use samples::{Samples, Side, StateLayout};
 pub use wake::Wake;
 

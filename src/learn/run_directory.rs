@@ -3,6 +3,7 @@
 //! `run.json` fixes options and samples, `start/` is the head that it began with, `checkpoint.json` and its state say how
 //! far it came (see `train`), `metrics.jsonl` has a line for each step, and `report.json` is there once it is finished.
 
+use std::collections::BTreeSet;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::samples::SampleName;
 use crate::head::{Head, HeadDtype, HeadFormat, VerifierIdentity, VerifierReference, WriteOptions};
+use crate::promote::Registry;
 use crate::store::{DataDir, new_id, publish, rename_durably};
 use crate::train::{AdamW, Checkpoint, Progress, TrainOptions};
 
@@ -50,6 +52,29 @@ impl Plan {
             held_out: held_out.to_vec(),
         }
     }
+}
+
+/// The registered heads whose run trained or was scored on any of these requests, and those that go on from them.
+pub fn heads_that_learned_from(
+    data: &DataDir,
+    requests: &BTreeSet<String>,
+) -> anyhow::Result<BTreeSet<String>> {
+    // Oldest first: a parent comes before what goes on from it.
+    let heads = Registry::open(data)?.list()?.heads;
+    let mut found = BTreeSet::new();
+    for manifest in heads {
+        let from_parent = manifest.parent.as_ref().is_some_and(|parent| found.contains(parent));
+        let run = manifest.training.as_ref().and_then(|training| training.run.as_ref());
+        let plan = run.and_then(|run| fs::read(data.runs().join(run).join(PLAN)).ok());
+        let plan: Option<Plan> = plan.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        let uses = |plan: &Plan| {
+            plan.training.iter().chain(&plan.held_out).any(|(request_id, _)| requests.contains(request_id))
+        };
+        if from_parent || plan.as_ref().is_some_and(uses) {
+            found.insert(manifest.id);
+        }
+    }
+    Ok(found)
 }
 
 /// A run that this process works on; no other one can at the same time.

@@ -4,8 +4,21 @@ use std::collections::BTreeMap;
 
 use serde_json::{Map, Value};
 
+use super::anthropic::MessagesBuilder;
+use super::responses::ResponsesBuilder;
 use super::sse::Decoder;
 use super::status::Status;
+
+/// The three ways in which vLLM's generating routes speak.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    /// Chat and completions.
+    Choices,
+    /// OpenAI's Responses.
+    Responses,
+    /// Anthropic's Messages.
+    Messages,
+}
 
 /// One rebuilt choice. Text that is empty is none: a stream begins with an empty delta where a whole body has null.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -54,19 +67,45 @@ pub struct Answer {
 
 impl Answer {
     /// Rebuilds an answer; never fails. `content_type` and `http_status` are the response's.
-    pub fn from_response(http_status: u16, content_type: Option<&str>, body: &[u8]) -> Self {
-        let mut builder = AnswerBuilder::default();
-        if is_event_stream(content_type) {
+    pub fn read(dialect: Dialect, http_status: u16, content_type: Option<&str>, body: &[u8]) -> Self {
+        let mut events = Vec::new();
+        let streamed = is_event_stream(content_type);
+        if streamed {
             let mut decoder = Decoder::new();
-            for event in decoder.push(body).into_iter().chain(decoder.finish()) {
-                if let Some(data) = event.data {
-                    builder.event(&data);
-                }
-            }
-        } else {
-            builder.body(http_status, body);
+            let found = decoder.push(body).into_iter().chain(decoder.finish());
+            events.extend(found.filter_map(|event| event.data));
         }
-        builder.finish()
+        match dialect {
+            Dialect::Choices => {
+                let mut builder = AnswerBuilder::default();
+                events.iter().for_each(|data| builder.event(data));
+                if !streamed {
+                    builder.body(http_status, body);
+                }
+                builder.finish()
+            }
+            Dialect::Responses => {
+                let mut builder = ResponsesBuilder::default();
+                events.iter().for_each(|data| builder.event(data));
+                if !streamed {
+                    builder.body(body);
+                }
+                builder.finish()
+            }
+            Dialect::Messages => {
+                let mut builder = MessagesBuilder::default();
+                events.iter().for_each(|data| builder.event(data));
+                if !streamed {
+                    builder.body(body);
+                }
+                builder.finish()
+            }
+        }
+    }
+
+    /// An answer of chat or completions.
+    pub fn from_response(http_status: u16, content_type: Option<&str>, body: &[u8]) -> Self {
+        Self::read(Dialect::Choices, http_status, content_type, body)
     }
 
     /// How the choice ended, given how the transfer ended.
@@ -79,9 +118,9 @@ impl Answer {
         };
         let finish_reason = choice.and_then(|found| found.finish_reason.as_deref());
         match finish_reason {
-            Some("abort") => return Status::Aborted,
-            Some("length") => return Status::Length,
-            Some("error") => return Status::UpstreamError,
+            Some("abort" | "cancelled") => return Status::Aborted,
+            Some("length" | "max_tokens" | "max_output_tokens") => return Status::Length,
+            Some("error" | "failed") => return Status::UpstreamError,
             Some(_) => return Status::Ok,
             None => {}
         }
@@ -331,13 +370,13 @@ fn join_logprobs(known: &mut Map<String, Value>, delta: Map<String, Value>) {
     }
 }
 
-fn append(text: &mut String, delta: Option<&Value>) {
+pub(super) fn append(text: &mut String, delta: Option<&Value>) {
     if let Some(more) = delta.and_then(Value::as_str) {
         text.push_str(more);
     }
 }
 
-fn set_text(slot: &mut Option<String>, value: Option<&Value>) {
+pub(super) fn set_text(slot: &mut Option<String>, value: Option<&Value>) {
     if let Some(text) = value.and_then(Value::as_str) {
         *slot = Some(text.to_owned());
     }

@@ -6,7 +6,11 @@ const SAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/sampl
 
 /// Status, content type and body of a sample.
 fn sample(name: &str) -> (u16, String, Vec<u8>) {
-    let bytes = std::fs::read(format!("{SAMPLES}/{name}")).unwrap();
+    sample_in(SAMPLES, name)
+}
+
+fn sample_in(directory: &str, name: &str) -> (u16, String, Vec<u8>) {
+    let bytes = std::fs::read(format!("{directory}/{name}")).unwrap();
     if name.ends_with(".sse") {
         return (200, "text/event-stream".to_owned(), bytes);
     }
@@ -162,55 +166,197 @@ fn restore_stream(body: &[u8], chunk: usize) -> Vec<u8> {
     out
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(64))]
+/// Every streamed sample of every dialect.
+fn streams() -> &'static [(String, Dialect, Vec<u8>)] {
+    static STREAMS: std::sync::OnceLock<Vec<(String, Dialect, Vec<u8>)>> = std::sync::OnceLock::new();
+    STREAMS.get_or_init(|| {
+        let mut found = Vec::new();
+        let choices = response_names().into_iter().map(|name| (Dialect::Choices, sample(&name), name));
+        let others = dialect_names().into_iter().map(|name| (dialect_of(&name), dialect_sample(&name), name));
+        for (dialect, (_, content_type, body), name) in choices.chain(others) {
+            if is_event_stream(Some(&content_type)) {
+                found.push((name, dialect, body));
+            }
+        }
+        assert!(found.len() > 20, "the streams are there");
+        found
+    })
+}
 
+fn data_of(chunks: impl Iterator<Item = impl AsRef<[u8]>>) -> (Vec<Vec<u8>>, Vec<u8>) {
+    let mut decoder = Decoder::new();
+    let mut restorer = StreamRestorer::new(1 << 20);
+    let (mut data, mut restored) = (Vec::new(), Vec::new());
+    for chunk in chunks {
+        data.extend(decoder.push(chunk.as_ref()).into_iter().filter_map(|event| event.data));
+        restored.extend(restorer.push(chunk.as_ref()));
+    }
+    data.extend(decoder.finish().and_then(|event| event.data));
+    restored.extend(restorer.finish());
+    (data, restored)
+}
+
+/// `text/event-stream` as another server may write it: other line ends, comments, fields that mean nothing here.
+fn rewritten(body: &[u8], line_end: &str, comment: &str) -> Vec<u8> {
+    let text = std::str::from_utf8(body).unwrap();
+    let mut other = String::from("\u{feff}");
+    for line in text.lines() {
+        if !comment.is_empty() && line.starts_with("data:") {
+            other.push_str(comment);
+            other.push_str(line_end);
+        }
+        other.push_str(line);
+        other.push_str(line_end);
+    }
+    other.into_bytes()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(10_000))]
+
+    /// What is recorded is made of the events' data alone, and what the client gets of the restored bytes.
     #[test]
     fn any_cutting_of_any_sample_gives_the_same(
         which in any::<prop::sample::Index>(),
         cuts in prop::collection::vec(1usize..200, 1..40),
     ) {
-        let names = response_names();
-        let (status, content_type, body) = sample(&names[which.index(names.len())]);
-        prop_assume!(is_event_stream(Some(&content_type)));
-        let whole = Answer::from_response(status, Some(&content_type), &body);
-        let restored_whole = restore_stream(&body, body.len());
-        let mut decoder = Decoder::new();
-        let mut restorer = StreamRestorer::new(1 << 20);
-        let mut builder = AnswerBuilder::default();
-        let mut restored = Vec::new();
-        let mut events = Vec::new();
+        let (_, _, body) = which.get(streams());
+        let whole = data_of([body].into_iter());
         let mut rest = body.as_slice();
+        let mut chunks = Vec::new();
         for cut in cuts.iter().cycle() {
             if rest.is_empty() { break; }
             let (head, tail) = rest.split_at((*cut).min(rest.len()));
-            events.extend(decoder.push(head));
-            restored.extend(restorer.push(head));
+            chunks.push(head);
             rest = tail;
         }
-        events.extend(decoder.finish());
-        restored.extend(restorer.finish());
-        for data in events.iter().filter_map(|event| event.data.as_ref()) {
-            builder.event(data);
-        }
-        prop_assert_eq!(builder.finish(), whole);
-        prop_assert_eq!(restored, restored_whole);
+        prop_assert_eq!(data_of(chunks.into_iter()), whole);
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_spelling_of_any_sample_is_the_same_answer(
+        which in any::<prop::sample::Index>(),
+        line_end in prop::sample::select(vec!["\n", "\r\n", "\r"]),
+        comment in prop::sample::select(vec!["", ":", ": ping", "event: x", "id: 7", "retry: 9", "unknown"]),
+    ) {
+        let (name, dialect, body) = which.get(streams());
+        let read = |bytes: &[u8]| Answer::read(*dialect, 200, Some("text/event-stream"), bytes);
+        prop_assert_eq!(read(&rewritten(body, line_end, comment)), read(body), "{}", name);
     }
 
+    /// PROPTEST_CASES makes it a longer search.
     #[test]
     fn no_bytes_make_it_panic(
         pieces in prop::collection::vec(prop::sample::select(vec![
             "data: ", "{", "}", "[", "]", "\"choices\":", "\"delta\":", "\"tool_calls\":", "\"index\":", "-1", "1e99", "null",
             "\"x\"", ",", "\n", "\n\n", "\r", "\"logprobs\":", "\"usage\":", "\"token_ids\":", "99999999999", "é", "[DONE]",
+            "\"type\":", "\"message_start\"", "\"message\":", "\"content_block_delta\"", "\"response.output_item.added\"", "\"item\":",
+            "\"response.completed\"", "\"response\":", "\"output\":", "\"output_index\":", "\"content\":", "\"input\":", "\"system\":",
+            "{\"type\":\"content_block_start\",\"index\":18446744073709551615,\"content_block\":", "{\"type\":\"function_call\"}",
         ]), 0..40),
     ) {
         let text: String = pieces.concat();
-        for content_type in ["text/event-stream", "application/json"] {
-            Answer::from_response(200, Some(content_type), text.as_bytes());
+        for dialect in [Dialect::Choices, Dialect::Responses, Dialect::Messages] {
+            for content_type in ["text/event-stream", "application/json"] {
+                Answer::read(dialect, 200, Some(content_type), text.as_bytes());
+            }
+            crate::openai::RequestView::read(dialect, text.as_bytes());
         }
         restore_json(text.as_bytes());
         restore_stream(text.as_bytes(), 3);
-        crate::openai::RequestView::parse(text.as_bytes());
         crate::openai::ids::ask_for_ids(text.as_bytes());
     }
+}
+
+// ---- The other dialects ----
+
+const DIALECT_SAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dialects");
+
+fn dialect_of(name: &str) -> Dialect {
+    if name.starts_with("responses") { Dialect::Responses } else { Dialect::Messages }
+}
+
+fn dialect_sample(name: &str) -> (u16, String, Vec<u8>) {
+    sample_in(DIALECT_SAMPLES, name)
+}
+
+fn dialect_names() -> Vec<String> {
+    let entries = std::fs::read_dir(DIALECT_SAMPLES).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .filter(|name| name.ends_with(".resp.http"))
+        .collect();
+    names.sort();
+    assert!(names.len() > 20, "the samples are there");
+    names
+}
+
+fn dialect_answer(name: &str) -> Answer {
+    let (status, content_type, body) = dialect_sample(&format!("{name}.resp.http"));
+    Answer::read(dialect_of(name), status, Some(&content_type), &body)
+}
+
+#[test]
+fn a_streamed_and_a_whole_answer_are_the_same_in_each_dialect() {
+    for name in [
+        "responses_text",
+        "responses_items",
+        "responses_logprobs",
+        "anthropic_text",
+        "anthropic_blocks",
+        "anthropic_stop",
+        "anthropic_reason",
+    ] {
+        let (whole, streamed) = (dialect_answer(name), dialect_answer(&format!("{name}_stream")));
+        assert!(whole.complete && streamed.complete, "{name}");
+        assert_eq!(whole.choices.len(), 1, "{name}");
+        let (mut left, mut right) = (whole.choices[0].clone(), streamed.choices[0].clone());
+        if name == "responses_logprobs" {
+            // vLLM's stream leaves out the bytes of tokens here and there.
+            assert!(left.logprobs_json.take().is_some() && right.logprobs_json.take().is_some());
+        }
+        assert_eq!(left, right, "{name}");
+        assert_eq!(whole.usage.completion_tokens, streamed.usage.completion_tokens, "{name}");
+        assert_eq!(whole.usage.prompt_tokens, streamed.usage.prompt_tokens, "{name}");
+        assert!(left.content.is_some() || left.reasoning.is_some(), "{name}");
+        // Its last event alone holds a whole response; what its pieces come to must be the same.
+        if dialect_of(name) == Dialect::Responses {
+            let (_, content_type, body) = dialect_sample(&format!("{name}_stream.resp.http"));
+            let end = body.windows(25).position(|window| window == b"event: response.completed").unwrap();
+            let pieces = Answer::read(Dialect::Responses, 200, Some(&content_type), &body[..end]);
+            let mut joined = pieces.choices[0].clone();
+            joined.finish_reason = right.finish_reason.clone();
+            joined.logprobs_json = right.logprobs_json.clone();
+            assert_eq!(joined, right, "{name}");
+            assert!(!pieces.complete);
+        }
+    }
+}
+
+#[test]
+fn what_the_other_dialects_say_is_found() {
+    let ending = |name: &str| {
+        let found = dialect_answer(name);
+        let status = if found.choices.is_empty() { Status::ClientError } else { Status::Ok };
+        let choice = found.choices.first();
+        (choice.and_then(|choice| choice.finish_reason.clone()), found.status_of(choice, status))
+    };
+    let reason = |text: &str| Some(text.to_owned());
+    assert_eq!(ending("responses_text"), (reason("max_output_tokens"), Status::Length));
+    assert_eq!(ending("responses_items_stream"), (reason("completed"), Status::Ok));
+    assert_eq!(ending("anthropic_text_stream"), (reason("max_tokens"), Status::Length));
+    assert_eq!(ending("anthropic_stop"), (reason("stop_sequence"), Status::Ok));
+    assert_eq!(ending("anthropic_error_stream"), (None, Status::ClientError));
+    assert_eq!(ending("responses_error"), (None, Status::ClientError));
+    assert_eq!(dialect_answer("anthropic_stop").choices[0].stop_reason.as_deref(), Some("."));
+    assert!(dialect_answer("responses").choices[0].reasoning.is_some());
+    assert!(dialect_answer("anthropic_reason").choices[0].reasoning.is_some());
+    for name in ["responses_tools", "responses_tools_stream", "anthropic_tools_stream"] {
+        let calls = dialect_answer(name).choices[0].tool_calls_json.clone().unwrap();
+        assert!(calls.contains(r#""function":{"name":"get_weather","arguments":"#), "{name}: {calls}");
+    }
+    assert!(dialect_answer("anthropic_error").error_json.unwrap().contains("NotFoundError"));
+    assert!(dialect_answer("responses_error").error_json.unwrap().contains("NotFoundError"));
 }

@@ -1,6 +1,8 @@
 //! What a request asked for, as the record needs it.
 
-use super::spans;
+use serde_json::Value;
+
+use super::{Dialect, anthropic, responses, spans};
 
 /// The parts of a request body, each as the JSON text that the client sent.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -21,7 +23,38 @@ pub struct RequestView {
 }
 
 impl RequestView {
-    /// Reads a body; never fails.
+    /// Reads a body as the dialect has it; never fails. The prompt of Responses and Messages becomes `messages_json`, the
+    /// messages of a chat.
+    pub fn read(dialect: Dialect, body: &[u8]) -> Self {
+        let taken: [&str; 2] = match dialect {
+            Dialect::Choices => return Self::parse(body),
+            Dialect::Responses => ["instructions", "input"],
+            Dialect::Messages => ["system", "messages"],
+        };
+        let mut view = Self::parse(body);
+        let mut parts = [Value::Null, Value::Null];
+        let mut others = Vec::new();
+        for member in spans::members(body, 0).filter(|_| view.is_object).unwrap_or_default() {
+            let Ok(value) = std::str::from_utf8(&body[member.value]) else { continue };
+            match taken.iter().position(|key| *key == member.key) {
+                Some(place) => parts[place] = serde_json::from_str(value).unwrap_or_default(),
+                None if matches!(member.key.as_str(), "model" | "stream" | "tools") => {}
+                None => others.push((member.key, value)),
+            }
+        }
+        let [first, second] = parts;
+        let messages = match dialect {
+            Dialect::Responses => responses::messages(Some(&first), &second),
+            _ => anthropic::messages(Some(&first), &second),
+        };
+        view.messages_json = view.is_object.then(|| Value::Array(messages).to_string());
+        view.prompt_json = None;
+        view.n = 1;
+        view.params_json = object_of(&others);
+        view
+    }
+
+    /// Reads a body of chat or completions; never fails.
     pub fn parse(body: &[u8]) -> Self {
         let mut view = Self { n: 1, ..Self::default() };
         let Some(text) = valid_json(body) else {
@@ -31,7 +64,7 @@ impl RequestView {
             return view;
         };
         view.is_object = true;
-        let mut others: Vec<String> = Vec::new();
+        let mut others = Vec::new();
         for member in members {
             let Some(value) = text.get(member.value) else {
                 continue;
@@ -49,15 +82,20 @@ impl RequestView {
                     if key == "n" {
                         view.n = value.parse().unwrap_or(1);
                     }
-                    others.push(format!("{}:{value}", serde_json::Value::from(key)));
+                    others.push((member.key, value));
                 }
             }
         }
-        if !others.is_empty() {
-            view.params_json = Some(format!("{{{}}}", others.join(",")));
-        }
+        view.params_json = object_of(&others);
         view
     }
+}
+
+/// A JSON object of values as they were sent; none for no members.
+fn object_of(members: &[(String, &str)]) -> Option<String> {
+    let joined: Vec<String> =
+        members.iter().map(|(key, value)| format!("{}:{value}", Value::from(key.as_str()))).collect();
+    Some(joined).filter(|joined| !joined.is_empty()).map(|joined| format!("{{{}}}", joined.join(",")))
 }
 
 /// The text, if it is valid JSON.
@@ -82,6 +120,28 @@ mod tests {
         assert_eq!(
             view.params_json.as_deref(),
             Some(r#"{"temperature":0.10,"n":2,"return_token_ids":true,"seed":12345678901234567890123}"#)
+        );
+    }
+
+    #[test]
+    fn the_other_dialects_prompts_are_chats() {
+        let responses = RequestView::read(
+            Dialect::Responses,
+            br#"{"model":"m","instructions":"brief","input":"hi","stream":true,"max_output_tokens":4}"#,
+        );
+        let chat = r#"[{"role":"system","content":"brief"},{"role":"user","content":"hi"}]"#;
+        assert_eq!(responses.messages_json.as_deref(), Some(chat));
+        assert_eq!(responses.params_json.as_deref(), Some(r#"{"max_output_tokens":4}"#));
+        assert!(responses.stream && responses.model.as_deref() == Some("m"));
+        let messages = RequestView::read(
+            Dialect::Messages,
+            br#"{"system":"brief","messages":[{"role":"user","content":"hi"}],"max_tokens":4,"prompt":"x"}"#,
+        );
+        assert_eq!(messages.messages_json.as_deref(), Some(chat));
+        assert_eq!(messages.params_json.as_deref(), Some(r#"{"max_tokens":4,"prompt":"x"}"#));
+        assert_eq!(
+            RequestView::read(Dialect::Messages, b"[1]"),
+            RequestView { n: 1, ..RequestView::default() }
         );
     }
 

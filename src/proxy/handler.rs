@@ -9,18 +9,19 @@ use hyper::body::{Body, Incoming};
 use hyper::header::{self, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::{HeaderMap, Method, Request, Response, StatusCode, Uri};
+use jiff::Timestamp;
 
 use super::body::{ClientBody, Flight, Passing, Recording};
 use super::errors::error_response;
 use super::headers::{self, REQUEST_ID};
 use super::ids::RequestIds;
-use super::observer::{Endpoint, Observer};
+use super::observer::{Begun, Endpoint, Observer};
 use super::routes::{Route, route};
 use super::upstream::{Head, Upstream};
 use crate::config::Routes;
-use crate::openai::Status;
 use crate::openai::exchange::is_event_stream;
 use crate::openai::ids::{StreamRestorer, ask_for_ids, restore_json};
+use crate::openai::{Dialect, Status};
 
 /// How the proxy is set up.
 #[derive(Clone, Debug, PartialEq)]
@@ -127,8 +128,13 @@ impl Proxy {
             // Other routes that generate would else be free to take the id of a recorded request.
             set_request_id(&mut head.headers, &self.ids.choose(&parts.headers));
         }
+        self.pass(&head, body, flight).await
+    }
+
+    /// Both bodies stream through, and nothing is kept.
+    async fn pass(&self, head: &Head, body: Incoming, flight: Flight) -> Response<ClientBody> {
         let upstream_body = if body.is_end_stream() { whole(Bytes::new()) } else { Either::Right(body) };
-        match self.upstream.send(&head, upstream_body).await {
+        match self.upstream.send(head, upstream_body).await {
             Ok(response) => pass_on(response, None, flight),
             Err(error) => self.unreachable(flight, &error),
         }
@@ -144,6 +150,10 @@ impl Proxy {
     ) -> Response<ClientBody> {
         let request_id = self.ids.choose(&parts.headers);
         set_request_id(&mut head.headers, &request_id);
+        let begun = Begun { request_id: &request_id, endpoint, received_at: Timestamp::now() };
+        if !self.observer.wants(begun, &parts.headers) {
+            return self.pass(&head, body, flight).await;
+        }
         // The record needs the answer as text.
         head.headers.remove(header::ACCEPT_ENCODING);
         // Set anew from the body that is sent.
@@ -178,8 +188,12 @@ impl Proxy {
         };
         flight.request_body(&client_body);
         let encoded = head.headers.contains_key(header::CONTENT_ENCODING);
-        let injected =
-            if self.options.inject_token_ids && !encoded { ask_for_ids(&client_body) } else { None };
+        let injected = if self.options.inject_token_ids && endpoint.dialect() == Dialect::Choices && !encoded
+        {
+            ask_for_ids(&client_body)
+        } else {
+            None
+        };
         let Some(edited) = injected else {
             return match self.upstream.send(&head, whole(client_body)).await {
                 Ok(response) => pass_on(response, None, flight),

@@ -5,11 +5,17 @@ use hyper::HeaderMap;
 use hyper::header::CONTENT_TYPE;
 use jiff::Timestamp;
 
-use crate::openai::{Answer, Choice, RequestView, Status};
+use crate::openai::{Answer, Choice, Dialect, RequestView, Status};
 pub use crate::record::Source;
 
 /// Is told of recorded requests. It is called on the request path: it must not block and must not panic.
 pub trait Observer: Send + Sync + 'static {
+    /// Whether this request is to be recorded. If not, it passes as those of other routes do, and nothing more is said
+    /// of it.
+    fn wants(&self, _begun: Begun<'_>, _headers: &HeaderMap) -> bool {
+        true
+    }
+
     /// A recorded request goes to vLLM. Once for each id.
     fn begin(&self, begun: Begun<'_>);
 
@@ -31,22 +37,35 @@ pub struct Begun<'a> {
 pub enum Endpoint {
     ChatCompletions,
     Completions,
+    Responses,
+    Messages,
 }
 
 impl Endpoint {
+    pub const ALL: [Endpoint; 4] =
+        [Endpoint::ChatCompletions, Endpoint::Completions, Endpoint::Responses, Endpoint::Messages];
+
     pub fn path(self) -> &'static str {
         match self {
             Endpoint::ChatCompletions => "/v1/chat/completions",
             Endpoint::Completions => "/v1/completions",
+            Endpoint::Responses => "/v1/responses",
+            Endpoint::Messages => "/v1/messages",
         }
     }
 
-    /// What vLLM puts before the request id to make the answer's id.
-    pub fn id_prefix(self) -> &'static str {
+    pub fn dialect(self) -> Dialect {
         match self {
-            Endpoint::ChatCompletions => "chatcmpl-",
-            Endpoint::Completions => "cmpl-",
+            Endpoint::ChatCompletions | Endpoint::Completions => Dialect::Choices,
+            Endpoint::Responses => Dialect::Responses,
+            Endpoint::Messages => Dialect::Messages,
         }
+    }
+
+    /// Whether vLLM makes its own id of the request's from `X-Request-Id`. For Responses it does not, so their hidden
+    /// states cannot be told apart.
+    pub fn keeps_request_id(self) -> bool {
+        self != Endpoint::Responses
     }
 }
 
@@ -91,8 +110,9 @@ impl Exchange {
     pub fn parse(&self) -> Parsed {
         let content_type = self.response_headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok());
         Parsed {
-            request: RequestView::parse(&self.request_body),
-            answer: Answer::from_response(
+            request: RequestView::read(self.endpoint.dialect(), &self.request_body),
+            answer: Answer::read(
+                self.endpoint.dialect(),
                 self.http_status.unwrap_or_default(),
                 content_type,
                 &self.response_body,

@@ -22,6 +22,8 @@ impl Route {
         match self {
             Route::Recorded(Endpoint::ChatCompletions) => "chat",
             Route::Recorded(Endpoint::Completions) => "completions",
+            Route::Recorded(Endpoint::Responses) => "responses",
+            Route::Recorded(Endpoint::Messages) => "messages",
             Route::Passed => "other",
             Route::Refused => "refused",
         }
@@ -119,7 +121,7 @@ pub(super) fn route(method: &Method, path: &str, routes: Routes, named: &[String
     // vLLM decodes the path once and compares it exactly; any other spelling is a 404 there.
     let bytes = percent_decoded(path.as_bytes());
     let decoded = String::from_utf8_lossy(&bytes);
-    for endpoint in [Endpoint::ChatCompletions, Endpoint::Completions] {
+    for endpoint in Endpoint::ALL {
         if method == Method::POST && decoded == endpoint.path() {
             return Route::Recorded(endpoint);
         }
@@ -358,12 +360,19 @@ mod tests {
     }
 
     #[test]
-    fn two_routes_are_recorded() {
+    fn four_routes_are_recorded() {
         let judge = |method: Method, path: &str| route(&method, path, Routes::Inference, &[]);
         let chat = Route::Recorded(Endpoint::ChatCompletions);
         assert_eq!(judge(Method::POST, "/v1/chat/completions"), chat);
         assert_eq!(judge(Method::POST, "/v1/chat/%63ompletions"), chat);
         assert_eq!(judge(Method::POST, "/v1/completions"), Route::Recorded(Endpoint::Completions));
+        assert_eq!(judge(Method::POST, "/v1/responses"), Route::Recorded(Endpoint::Responses));
+        assert_eq!(judge(Method::POST, "/v1/messages"), Route::Recorded(Endpoint::Messages));
+        for passed in
+            ["/v1/messages/count_tokens", "/v1/responses/resp_1/cancel", "/v1/embeddings", "/tokenize"]
+        {
+            assert_eq!(judge(Method::POST, passed), Route::Passed, "{passed}");
+        }
         assert_eq!(judge(Method::GET, "/v1/completions"), Route::Passed);
         assert_eq!(judge(Method::POST, "/v1/completions/"), Route::Refused);
         assert_eq!(judge(Method::POST, "/completions"), Route::Refused);

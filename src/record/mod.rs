@@ -10,10 +10,15 @@
 //!   flush and for one that is running then. A crash loses nothing older.
 //! - A request that had begun and was not finished when the process died becomes one row with status `proxy_restart`.
 //! - `records/` holds whole Parquet files and nothing else, and no row twice, wherever the process was killed.
-//! - A disk that fails costs rows at worst, never a request: errors are counted and the work is tried again.
+//! - A disk that fails, fills up or stalls costs rows at worst, never a request: what does not fit is counted by reason,
+//!   the work is tried again, and recording goes on by itself once the disk does.
 
 mod columns;
+mod edit;
 mod error;
+mod export;
+mod health;
+mod privacy;
 mod read;
 mod recorder;
 mod row;
@@ -22,7 +27,11 @@ mod wal;
 mod writer;
 
 pub use columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema};
+pub use edit::{Compacted, Forgotten, Selection, selected_requests};
 pub use error::RecordError;
+pub use export::export;
+pub use health::{DropReason, Health};
+pub use privacy::{Privacy, PrivacyError, tenant_hash};
 pub use read::{
     DayAcceptance, DayStats, FileCheck, Row, Rows, Stats, files, newest_rows, rows, stats, token_frequencies,
     verify,

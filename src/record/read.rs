@@ -14,7 +14,7 @@ use super::error::RecordError;
 use super::row::{Source, Split, Status};
 use crate::store::DataDir;
 
-const COLUMNS: [&str; 17] = [
+const COLUMNS: [&str; 18] = [
     "record_id",
     "request_id",
     "choice_index",
@@ -32,6 +32,7 @@ const COLUMNS: [&str; 17] = [
     "accepted_tokens",
     "source",
     "split",
+    "tenant_hash",
 ];
 
 const BATCH_ROWS: usize = 1024;
@@ -57,6 +58,7 @@ pub struct Row {
     pub accepted_tokens: Option<i64>,
     pub source: Source,
     pub split: Split,
+    pub tenant_hash: Option<String>,
 }
 
 /// The Parquet files under `records/`, oldest hour first, in each hour in the order of their making. Empty when there is
@@ -97,22 +99,77 @@ fn entries(directory: &Path, prefix: &str) -> Result<Vec<PathBuf>, RecordError> 
 /// All rows, file by file in the order of [`files`]. A file that cannot be read gives one error that names it; the next
 /// call goes on with the next file.
 pub fn rows(data: &DataDir) -> Result<Rows, RecordError> {
-    Ok(Rows { files: files(data)?.into(), open: None, ready: VecDeque::new() })
+    Ok(Rows::over(files(data)?))
 }
 
 /// As [`rows`], the newest file first.
 pub fn newest_rows(data: &DataDir) -> Result<Rows, RecordError> {
-    Ok(Rows { files: files(data)?.into_iter().rev().collect(), open: None, ready: VecDeque::new() })
+    Ok(Rows::over(files(data)?.into_iter().rev().collect()))
 }
 
+/// Rows as they are read. Small files may be merged meanwhile: each row still comes once.
 #[derive(Debug)]
 pub struct Rows {
     files: VecDeque<PathBuf>,
     open: Option<(PathBuf, ParquetRecordBatchReader)>,
     ready: VecDeque<Row>,
+    /// The hour that is being read, and the ids of its rows so far.
+    hour: Option<PathBuf>,
+    given: HashSet<u128>,
+    /// The hour's files were merged while it was read: what was given before comes again in the new ones.
+    merged: bool,
 }
 
 impl Rows {
+    fn over(files: Vec<PathBuf>) -> Self {
+        Rows {
+            files: files.into(),
+            open: None,
+            ready: VecDeque::new(),
+            hour: None,
+            given: HashSet::new(),
+            merged: false,
+        }
+    }
+
+    /// Opens the file, or finds what its hour's files have become.
+    fn open_next(&mut self, path: PathBuf) -> Result<(), RecordError> {
+        let hour = path.parent().map(Path::to_path_buf);
+        if hour != self.hour {
+            self.hour = hour;
+            self.given.clear();
+            self.merged = false;
+        }
+        let is_gone = |error: &RecordError| matches!(error, RecordError::Disk { source, .. } if source.kind() == std::io::ErrorKind::NotFound);
+        match open(&path, &COLUMNS) {
+            Ok(reader) => self.open = Some((path, reader)),
+            Err(error) if is_gone(&error) => {
+                let Some(hour) = self.hour.clone() else { return Err(error) };
+                self.merged = true;
+                self.files.retain(|other| other.parent() != Some(hour.as_path()));
+                for found in entries(&hour, "")?.into_iter().rev() {
+                    if found.extension().is_some_and(|extension| extension == "parquet") {
+                        self.files.push_front(found);
+                    }
+                }
+            }
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
+    /// Keeps what was not given before.
+    fn take(&mut self, rows: Vec<Row>) {
+        for row in rows {
+            // An id that is no UUID was not written by this program; it is given whenever it comes.
+            let id = uuid::Uuid::parse_str(&row.record_id).ok().map(|id| id.as_u128());
+            let again = id.is_some_and(|id| !self.given.insert(id));
+            if !(again && self.merged) {
+                self.ready.push_back(row);
+            }
+        }
+    }
+
     /// The file that the last row came from.
     pub fn path(&self) -> Option<&Path> {
         self.open.as_ref().map(|(path, _)| path.as_path())
@@ -122,12 +179,15 @@ impl Rows {
     fn advance(&mut self) -> Result<bool, RecordError> {
         let Some((path, reader)) = &mut self.open else {
             let Some(path) = self.files.pop_front() else { return Ok(false) };
-            self.open = Some((path.clone(), open(&path)?));
+            self.open_next(path)?;
             return Ok(true);
         };
         match reader.next() {
             None => self.open = None,
-            Some(Ok(batch)) => self.ready.extend(parse(path, &batch)?),
+            Some(Ok(batch)) => {
+                let parsed = parse(path, &batch)?;
+                self.take(parsed);
+            }
             Some(Err(error)) => return Err(RecordError::parquet("read", path)(error.into())),
         }
         Ok(true)
@@ -154,13 +214,14 @@ impl Iterator for Rows {
     }
 }
 
-fn open(path: &Path) -> Result<ParquetRecordBatchReader, RecordError> {
+/// Reads these columns alone.
+pub(super) fn open(path: &Path, wanted: &[&str]) -> Result<ParquetRecordBatchReader, RecordError> {
     let file = File::open(path).map_err(RecordError::disk("open", path))?;
     let builder =
         ParquetRecordBatchReaderBuilder::try_new(file).map_err(RecordError::parquet("read", path))?;
     let mut roots = Vec::new();
     for (index, field) in builder.parquet_schema().root_schema().get_fields().iter().enumerate() {
-        if COLUMNS.contains(&field.name()) {
+        if wanted.contains(&field.name()) {
             roots.push(index);
         }
     }
@@ -182,6 +243,7 @@ fn parse(path: &Path, batch: &RecordBatch) -> Result<Vec<Row>, RecordError> {
     let statuses = columns.texts("status")?;
     let sources = columns.texts("source")?;
     let splits = columns.texts("split")?;
+    let tenants = columns.texts("tenant_hash")?;
     let choices = columns.column("choice_index", "int32", |array| array.as_primitive_opt::<Int32Type>())?;
     let started = columns.column("started_at", "timestamp[us]", |array| {
         array.as_primitive_opt::<TimestampMicrosecondType>()
@@ -219,6 +281,7 @@ fn parse(path: &Path, batch: &RecordBatch) -> Result<Vec<Row>, RecordError> {
             accepted_tokens: number(accepted_tokens, row),
             source: columns.known("source", sources.value(row), Source::parse)?,
             split: columns.known("split", splits.value(row), Split::parse)?,
+            tenant_hash: text(tenants, row),
         });
     }
     Ok(parsed)

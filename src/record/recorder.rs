@@ -1,6 +1,6 @@
 //! The door for the proxy: hand over and go on.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::fs::{File, OpenOptions, TryLockError};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -10,12 +10,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::edit::{Compacted, Forgotten, Selection};
 use super::error::RecordError;
+use super::health::{DropReason, Health, Watch};
 use super::row::Record;
 use super::seal::{self, SealJob, SealReport};
 use super::wal::{self, Join, Stop};
 use super::writer;
-use crate::store::DataDir;
+use crate::store::{DataDir, Disk};
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct RecorderOptions {
@@ -35,6 +37,8 @@ pub struct RecorderOptions {
     pub join_timeout: Duration,
     /// In the file names, to tell the writers of one bucket apart. Letters, digits, `.`, `_`; the rest becomes `_`.
     pub writer: String,
+    /// Small Parquet files of an hour are merged so long after its end; None: never.
+    pub merge_after: Option<Duration>,
 }
 
 impl Default for RecorderOptions {
@@ -48,6 +52,7 @@ impl Default for RecorderOptions {
             expect_join: false,
             join_timeout: Duration::from_secs(10),
             writer: "draftsmith".into(),
+            merge_after: Some(Duration::from_secs(3600)),
         }
     }
 }
@@ -57,8 +62,10 @@ impl Default for RecorderOptions {
 pub struct RecorderStats {
     /// Rows taken.
     pub rows: u64,
-    /// Rows dropped because memory was full or the recorder had stopped.
+    /// Rows dropped, all reasons together.
     pub dropped_rows: u64,
+    /// The same by [`DropReason`]; only those that occurred.
+    pub dropped_rows_by_reason: BTreeMap<&'static str, u64>,
     /// Starts and joins dropped for the same reasons.
     pub dropped_other: u64,
     pub flushes: u64,
@@ -83,7 +90,8 @@ pub struct RecorderStats {
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub rows: AtomicU64,
-    pub dropped_rows: AtomicU64,
+    /// In the order of [`DropReason::ALL`].
+    dropped_rows: [AtomicU64; DropReason::ALL.len()],
     pub dropped_other: AtomicU64,
     pub flushes: AtomicU64,
     pub longest_flush_micros: AtomicU64,
@@ -98,9 +106,25 @@ pub(super) struct Counters {
     pub unmatched_joins: AtomicU64,
     /// Bytes of what was handed over and is not on disk yet.
     pub held: AtomicUsize,
+    /// How appending to the WAL goes.
+    pub wal: Watch,
+    /// How sealing goes.
+    pub sealing: Watch,
 }
 
 impl Counters {
+    pub fn dropped(&self, rows: u64, reason: DropReason) {
+        self.dropped_rows[reason as usize].fetch_add(rows, Relaxed);
+        metrics::counter!("draftsmith_record_dropped_total", "what" => "rows", "reason" => reason.as_str())
+            .increment(rows);
+    }
+
+    pub fn dropped_other(&self, what: &'static str, reason: DropReason) {
+        self.dropped_other.fetch_add(1, Relaxed);
+        metrics::counter!("draftsmith_record_dropped_total", "what" => what, "reason" => reason.as_str())
+            .increment(1);
+    }
+
     pub fn disk_error(&self, action: &'static str, error: &RecordError) {
         tracing::warn!(%error, "recording: will try again");
         self.disk_errors.fetch_add(1, Relaxed);
@@ -130,9 +154,17 @@ impl Counters {
     }
 
     pub fn snapshot(&self) -> RecorderStats {
+        let mut dropped_rows_by_reason = BTreeMap::new();
+        for (reason, count) in DropReason::ALL.iter().zip(&self.dropped_rows) {
+            let rows = count.load(Relaxed);
+            if rows > 0 {
+                dropped_rows_by_reason.insert(reason.as_str(), rows);
+            }
+        }
         RecorderStats {
             rows: self.rows.load(Relaxed),
-            dropped_rows: self.dropped_rows.load(Relaxed),
+            dropped_rows: dropped_rows_by_reason.values().sum(),
+            dropped_rows_by_reason,
             dropped_other: self.dropped_other.load(Relaxed),
             flushes: self.flushes.load(Relaxed),
             longest_flush_micros: self.longest_flush_micros.load(Relaxed),
@@ -159,6 +191,8 @@ pub(super) enum Item {
     Join(Join),
     Flush(Reply),
     Seal(Reply),
+    /// For the sealing thread, in turn with the segments.
+    PassOn(SealJob),
     /// With a reply: seal everything first. Without: make durable and leave the rest to the next start.
     Stop(Option<Reply>),
 }
@@ -166,6 +200,9 @@ pub(super) enum Item {
 #[derive(Default)]
 struct Queue {
     items: VecDeque<Handed>,
+    /// Requests whose start was taken and whose end was not. Only these have anything to abandon, so that a stalled
+    /// disk cannot pile up the ends of requests that were never taken.
+    begun: HashSet<String>,
     stopped: bool,
 }
 
@@ -210,25 +247,46 @@ impl Shared {
         std::mem::take(&mut queue.items)
     }
 
-    /// Whether the item was taken. Its bytes count until `release`.
-    fn offer(&self, item: Item, bytes: usize) -> bool {
+    /// Takes the item, or says why not. Its bytes count until `release`.
+    fn offer(&self, item: Item, bytes: usize) -> Result<(), DropReason> {
         let fits = |held: usize| held.checked_add(bytes).filter(|sum| *sum <= self.memory_bytes);
         if self.counters.held.fetch_update(Relaxed, Relaxed, fits).is_err() {
-            return false;
+            return Err(self.counters.wal.reason_for_full());
         }
         let mut queue = self.queue();
         if queue.stopped {
             drop(queue);
             self.release(bytes);
-            return false;
+            return Err(DropReason::Stopped);
+        }
+        match &item {
+            Item::Begin(record) => {
+                queue.begun.insert(record.request_id.clone());
+            }
+            Item::Records(records) => {
+                for record in records {
+                    queue.begun.remove(&record.request_id);
+                }
+            }
+            _ => {}
         }
         queue.items.push_back(Handed { item, held: bytes, at: Instant::now() });
         drop(queue);
         self.wake.notify_one();
-        true
+        Ok(())
     }
 
-    /// For what is not counted: questions, and ids of requests.
+    fn abandon(&self, request_id: String) {
+        let mut queue = self.queue();
+        if queue.stopped || !queue.begun.remove(&request_id) {
+            return;
+        }
+        queue.items.push_back(Handed { item: Item::Abandon(request_id), held: 0, at: Instant::now() });
+        drop(queue);
+        self.wake.notify_one();
+    }
+
+    /// For what is not counted: questions.
     fn push(&self, item: Item) -> bool {
         let mut queue = self.queue();
         if queue.stopped {
@@ -254,6 +312,18 @@ impl Recorder {
     ///
     /// Fails when the directory cannot be made or another process records into it.
     pub fn start(data: &DataDir, options: RecorderOptions) -> Result<RecorderHandle, RecordError> {
+        Self::start_on(Disk::default(), data, options)
+    }
+
+    /// As [`start`](Self::start), on a disk that may have faults.
+    pub fn start_on(
+        disk: Disk,
+        data: &DataDir,
+        mut options: RecorderOptions,
+    ) -> Result<RecorderHandle, RecordError> {
+        let plain =
+            |letter: char| if letter.is_ascii_alphanumeric() || "._".contains(letter) { letter } else { '_' };
+        options.writer = options.writer.chars().take(100).map(plain).collect();
         data.create().map_err(RecordError::disk("create", data.root()))?;
         let lock = lock(&data.wal().join(".lock"))?;
         seal::remove_temporaries(&data.wal())?;
@@ -270,8 +340,9 @@ impl Recorder {
         let (jobs, received) = channel();
         // The receiver is right here.
         let _ = jobs.send(SealJob::Recover(left_over));
-        let sealer = seal::spawn(data.clone(), received, counters)?;
-        let writer = writer::spawn(data.wal(), options, Arc::clone(&shared), jobs)?;
+        let compaction = seal::Compaction { age: options.merge_after, writer: options.writer.clone() };
+        let sealer = seal::spawn(disk.clone(), data.clone(), received, counters, compaction)?;
+        let writer = writer::spawn(disk, data.wal(), options, Arc::clone(&shared), jobs)?;
         let threads = Mutex::new(vec![writer, sealer]);
         Ok(RecorderHandle { inner: Arc::new(Inner { shared, threads }) })
     }
@@ -322,8 +393,8 @@ impl RecorderHandle {
     /// Never waits.
     pub fn begin(&self, record: Record) {
         let bytes = record.approximate_bytes();
-        if !self.inner.shared.offer(Item::Begin(Box::new(record)), bytes) {
-            self.dropped_other("begin");
+        if let Err(reason) = self.inner.shared.offer(Item::Begin(Box::new(record)), bytes) {
+            self.inner.shared.counters.dropped_other("begin", reason);
         }
     }
 
@@ -335,11 +406,8 @@ impl RecorderHandle {
         let rows = records.len() as u64;
         let bytes = records.iter().map(Record::approximate_bytes).sum();
         let mut request_ids: Vec<String> = records.iter().map(|record| record.request_id.clone()).collect();
-        if self.inner.shared.offer(Item::Records(records), bytes) {
-            return;
-        }
-        self.inner.shared.counters.dropped_rows.fetch_add(rows, Relaxed);
-        metrics::counter!("draftsmith_record_dropped_total", "what" => "rows").increment(rows);
+        let Err(reason) = self.inner.shared.offer(Item::Records(records), bytes) else { return };
+        self.inner.shared.counters.dropped(rows, reason);
         // Or each would come back as `proxy_restart`, which it was not.
         request_ids.dedup();
         for request_id in request_ids {
@@ -349,21 +417,16 @@ impl RecorderHandle {
 
     /// A request that had begun will not be recorded (sampled out, opted out). Never waits.
     pub fn abandon(&self, request_id: impl Into<String>) {
-        self.inner.shared.push(Item::Abandon(request_id.into()));
+        self.inner.shared.abandon(request_id.into());
     }
 
     /// The token ids that the engine saw for one choice, what it drafted, and what became of its states. May come a
     /// little before its row. Never waits.
     pub fn join(&self, join: Join) {
         let bytes = join.approximate_bytes();
-        if !self.inner.shared.offer(Item::Join(join), bytes) {
-            self.dropped_other("join");
+        if let Err(reason) = self.inner.shared.offer(Item::Join(join), bytes) {
+            self.inner.shared.counters.dropped_other("join", reason);
         }
-    }
-
-    fn dropped_other(&self, what: &'static str) {
-        self.inner.shared.counters.dropped_other.fetch_add(1, Relaxed);
-        metrics::counter!("draftsmith_record_dropped_total", "what" => what).increment(1);
     }
 
     /// Waits until all that was handed over is on disk. Blocks the thread: not for async code.
@@ -374,6 +437,17 @@ impl RecorderHandle {
     /// Waits until all rows handed over are in `records/`, with the ids that come in time. Blocks the thread.
     pub fn seal(&self) -> Result<(), RecordError> {
         self.ask(Item::Seal)
+    }
+
+    /// Seals what there is, then removes the selected rows. Blocks the thread.
+    pub fn forget(&self, selection: Selection) -> Result<Forgotten, RecordError> {
+        self.seal()?;
+        self.ask(|reply| Item::PassOn(SealJob::Forget(selection, reply)))
+    }
+
+    /// Merges the small files of all hours that are over. Blocks the thread.
+    pub fn compact(&self) -> Result<Compacted, RecordError> {
+        self.ask(|reply| Item::PassOn(SealJob::Compact(reply)))
     }
 
     /// Seals everything and stops; requests still running become `proxy_restart` rows. Blocks the thread, for up to the
@@ -388,11 +462,20 @@ impl RecorderHandle {
         outcome
     }
 
+    /// How appending to the WAL goes, and how sealing does; both also become gauges.
+    pub fn health(&self) -> (Health, Health) {
+        let counters = &self.inner.shared.counters;
+        let (wal, sealing) = (counters.wal.health(), counters.sealing.health());
+        metrics::gauge!("draftsmith_record_disk_state", "part" => "wal").set(f64::from(wal.code()));
+        metrics::gauge!("draftsmith_record_disk_state", "part" => "sealing").set(f64::from(sealing.code()));
+        (wal, sealing)
+    }
+
     pub fn stats(&self) -> RecorderStats {
         self.inner.shared.counters.snapshot()
     }
 
-    fn ask(&self, item: impl FnOnce(Reply) -> Item) -> Result<(), RecordError> {
+    fn ask<T>(&self, item: impl FnOnce(Sender<Result<T, RecordError>>) -> Item) -> Result<T, RecordError> {
         let (reply, answer) = channel();
         if !self.inner.shared.push(item(reply)) {
             return Err(RecordError::Stopped);

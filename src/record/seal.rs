@@ -4,8 +4,7 @@
 //! in between does the same again over the same names: no row is lost and none is there twice.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::fs::{self, File, OpenOptions};
-use std::os::unix::fs::OpenOptionsExt;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
@@ -18,11 +17,12 @@ use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
 
 use super::columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema, to_batch};
+use super::edit::{self, Compacted, Compactor, Forgotten, Selection};
 use super::error::RecordError;
 use super::recorder::Counters;
 use super::row::{Record, Status};
 use super::wal::{self, Frame, Join, Stop};
-use crate::store::{DataDir, rename_durably};
+use crate::store::{DataDir, Disk};
 
 /// A row group ends at the first of these.
 const ROW_GROUP_ROWS: usize = 1024;
@@ -51,6 +51,20 @@ pub(super) enum SealJob {
     Segment(PathBuf),
     /// Answered when everything before it was tried.
     Barrier(Sender<Result<(), RecordError>>),
+    Forget(Selection, Sender<Result<Forgotten, RecordError>>),
+    Compact(Sender<Result<Compacted, RecordError>>),
+}
+
+/// How often the sealing thread looks for small files when it has nothing else to do.
+const LOOK_FOR_SMALL_FILES: Duration = Duration::from_secs(300);
+
+/// When small files of an hour are merged.
+#[derive(Clone, Debug)]
+pub(super) struct Compaction {
+    /// After the hour's end; None: only when asked.
+    pub age: Option<Duration>,
+    /// The end of the merged files' names.
+    pub writer: String,
 }
 
 /// What sealing one segment did.
@@ -71,36 +85,62 @@ struct Pending {
 }
 
 /// The sealing thread. Ends when the last sender is gone; what it could not seal is there at the next start.
-pub(super) fn run(data: &DataDir, jobs: &Receiver<SealJob>, counters: &Counters) {
+pub(super) fn run(
+    disk: &Disk,
+    data: &DataDir,
+    jobs: &Receiver<SealJob>,
+    counters: &Counters,
+    compaction: &Compaction,
+) {
     let mut pending: Vec<Pending> = Vec::new();
+    let mut compactor = Compactor::default();
     loop {
-        let job = if pending.is_empty() {
-            jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
-        } else {
-            jobs.recv_timeout(RETRY)
-        };
+        let idle = pending.is_empty();
+        let job = jobs.recv_timeout(if idle { LOOK_FOR_SMALL_FILES } else { RETRY });
         let mut barrier = None;
+        let mut edit = None;
         match job {
             Ok(SealJob::Recover(paths)) => pending.extend(plan_recovery(paths)),
             Ok(SealJob::Segment(path)) => {
                 pending.push(Pending { path, recovered: false, elsewhere: HashSet::new() });
             }
             Ok(SealJob::Barrier(reply)) => barrier = Some(reply),
+            Ok(other @ (SealJob::Forget(..) | SealJob::Compact(_))) => edit = Some(other),
+            Err(RecvTimeoutError::Timeout) if idle => {
+                if let Some(age) = compaction.age
+                    && let Err(error) = compactor.run(disk, data, &compaction.writer, age)
+                {
+                    counters.disk_error("merge", &error);
+                }
+            }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
-        pending = seal_all(data, pending, counters);
+        pending = seal_all(disk, data, pending, counters);
         if let Some(reply) = barrier {
             let outcome = if pending.is_empty() { Ok(()) } else { Err(RecordError::Unsealed(pending.len())) };
             // Nobody waits for the answer any more: nothing to tell.
             let _ = reply.send(outcome);
+        }
+        match edit {
+            // A segment that is still to be sealed would bring back what is taken away.
+            Some(SealJob::Forget(_, reply)) if !pending.is_empty() => {
+                let _ = reply.send(Err(RecordError::Unsealed(pending.len())));
+            }
+            Some(SealJob::Forget(selection, reply)) => {
+                let _ = reply.send(edit::forget(disk, data, &selection));
+            }
+            Some(SealJob::Compact(reply)) => {
+                let _ = reply.send(compactor.run(disk, data, &compaction.writer, Duration::ZERO));
+            }
+            _ => {}
         }
     }
 }
 
 /// Seals what it can and gives back the rest. Left-over segments go strictly in order: a request may be begun in an older
 /// one and ended in a newer one, and the newer one must not go first.
-fn seal_all(data: &DataDir, pending: Vec<Pending>, counters: &Counters) -> Vec<Pending> {
+fn seal_all(disk: &Disk, data: &DataDir, pending: Vec<Pending>, counters: &Counters) -> Vec<Pending> {
     let mut left = Vec::new();
     let mut recovery_blocked = false;
     for segment in pending {
@@ -108,7 +148,10 @@ fn seal_all(data: &DataDir, pending: Vec<Pending>, counters: &Counters) -> Vec<P
             left.push(segment);
             continue;
         }
-        match seal_segment(data, &segment.path, &segment.elsewhere) {
+        counters.sealing.begins();
+        let sealed = seal_segment(disk, data, &segment.path, &segment.elsewhere);
+        counters.sealing.ended(sealed.as_ref().map(|_| ()).map_err(ToString::to_string));
+        match sealed {
             Ok(report) => counters.sealed(&report, &segment.path),
             Err(error) => {
                 counters.disk_error("seal", &error);
@@ -124,6 +167,8 @@ fn seal_all(data: &DataDir, pending: Vec<Pending>, counters: &Counters) -> Vec<P
 /// over leaves it in two.
 fn plan_recovery(paths: Vec<PathBuf>) -> Vec<Pending> {
     let mut later: HashSet<String> = HashSet::new();
+    // While a disk fails, an older segment may take the end of what a newer one was to carry.
+    let mut ended: HashSet<String> = HashSet::new();
     let mut plan = Vec::new();
     for path in paths.into_iter().rev() {
         let elsewhere = later.clone();
@@ -132,13 +177,13 @@ fn plan_recovery(paths: Vec<PathBuf>) -> Vec<Pending> {
                 for frame in &content.frames {
                     match frame {
                         Frame::Records(records) => {
-                            later.extend(records.iter().map(|row| row.request_id.clone()))
+                            ended.extend(records.iter().map(|row| row.request_id.clone()))
                         }
                         Frame::Begin(record) => {
                             later.insert(record.request_id.clone());
                         }
                         Frame::Abandon(request_id) => {
-                            later.insert(request_id.clone());
+                            ended.insert(request_id.clone());
                         }
                         Frame::Join(_) | Frame::Carried => {}
                     }
@@ -150,11 +195,15 @@ fn plan_recovery(paths: Vec<PathBuf>) -> Vec<Pending> {
         plan.push(Pending { path, recovered: true, elsewhere });
     }
     plan.reverse();
+    for segment in &mut plan {
+        segment.elsewhere.extend(ended.iter().cloned());
+    }
     plan
 }
 
 /// Writes the segment's rows under `records/`, then deletes it. `elsewhere`: begun requests to leave to other segments.
 pub(super) fn seal_segment(
+    disk: &Disk,
     data: &DataDir,
     path: &Path,
     elsewhere: &HashSet<String>,
@@ -172,20 +221,23 @@ pub(super) fn seal_segment(
         let target = data.records().join(directory).join(format!("{stem}-{}.parquet", content.writer));
         // Not beside the target: nothing but whole Parquet files is ever in the tree.
         let temporary = data.wal().join(format!(".{stem}.{TEMPORARY}"));
-        write_parquet(&temporary, partition_rows)?;
-        create_partition(&data.records(), directory)?;
-        rename_durably(&temporary, &target).map_err(RecordError::disk("publish", &target))?;
+        write_parquet(disk, &temporary, partition_rows)?;
+        create_partition(disk, &data.records(), directory)?;
+        disk.rename_durably(&temporary, &target).map_err(RecordError::disk("publish", &target))?;
         report.files += 1;
     }
 
     match content.stop {
         Some(Stop::Damaged { .. }) => {
             let kept = path.with_extension("damaged");
-            fs::rename(path, &kept).map_err(RecordError::disk("keep the damaged", path))?;
+            disk.rename_durably(path, &kept).map_err(RecordError::disk("keep the damaged", path))?;
         }
-        Some(Stop::Torn { .. }) | None => fs::remove_file(path).map_err(RecordError::disk("delete", path))?,
+        Some(Stop::Torn { .. }) | None => disk.delete(path).map_err(RecordError::disk("delete", path))?,
     }
-    sync_directory(&data.wal())?;
+    // The segment is gone: an error here must not have it sealed again. What a crash brings back is sealed over itself.
+    if let Err(error) = disk.sync_directory(&data.wal()) {
+        tracing::warn!(%error, "the deletion of a WAL segment is not durable yet");
+    }
     Ok(report)
 }
 
@@ -240,28 +292,22 @@ pub(super) fn partition(started_at: i64) -> String {
     format!("dt={}/hour={:02}", moment.date(), moment.hour())
 }
 
-fn create_partition(records: &Path, directory: &str) -> Result<(), RecordError> {
+fn create_partition(disk: &Disk, records: &Path, directory: &str) -> Result<(), RecordError> {
     let target = records.join(directory);
     if target.is_dir() {
         return Ok(());
     }
-    fs::create_dir_all(&target).map_err(RecordError::disk("create", &target))?;
+    disk.create_directory(&target).map_err(RecordError::disk("create", &target))?;
     // The names of new directories must survive a crash as well as the file in them.
     for level in [target.as_path(), target.parent().unwrap_or(records), records] {
-        sync_directory(level)?;
+        disk.sync_directory(level).map_err(RecordError::disk("sync", level))?;
     }
     Ok(())
 }
 
-fn sync_directory(path: &Path) -> Result<(), RecordError> {
-    let synced = File::open(path).and_then(|directory| directory.sync_all());
-    synced.map_err(RecordError::disk("sync", path))
-}
-
-fn write_parquet(path: &Path, rows: &[Record]) -> Result<(), RecordError> {
-    let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path);
-    let file = opened.map_err(RecordError::disk("create", path))?;
-    let mut writer = ArrowWriter::try_new(&file, schema(), Some(properties()))
+fn write_parquet(disk: &Disk, path: &Path, rows: &[Record]) -> Result<(), RecordError> {
+    let mut file = disk.create(path, false).map_err(RecordError::disk("create", path))?;
+    let mut writer = ArrowWriter::try_new(&mut file, schema(), Some(properties()))
         .map_err(RecordError::parquet("write", path))?;
     let mut rest = rows;
     while !rest.is_empty() {
@@ -287,7 +333,7 @@ fn row_group_length(rows: &[Record]) -> usize {
     rows.len().min(ROW_GROUP_ROWS)
 }
 
-fn properties() -> WriterProperties {
+pub(super) fn properties() -> WriterProperties {
     let version = KeyValue::new(SCHEMA_VERSION_KEY.to_owned(), SCHEMA_VERSION.to_owned());
     let mut builder = WriterProperties::builder()
         .set_compression(Compression::ZSTD(ZstdLevel::try_new(3).unwrap_or_default()))
@@ -301,6 +347,7 @@ fn properties() -> WriterProperties {
 
 /// What an earlier process was writing when it died; nothing points at it.
 pub(super) fn remove_temporaries(wal: &Path) -> Result<(), RecordError> {
+    edit::remove_staging(wal)?;
     for entry in fs::read_dir(wal).map_err(RecordError::disk("list", wal))? {
         let path = entry.map_err(RecordError::disk("list", wal))?.path();
         if path.extension().is_some_and(|extension| extension == TEMPORARY) {
@@ -311,13 +358,15 @@ pub(super) fn remove_temporaries(wal: &Path) -> Result<(), RecordError> {
 }
 
 pub(super) fn spawn(
+    disk: Disk,
     data: DataDir,
     jobs: Receiver<SealJob>,
     counters: Arc<Counters>,
+    compaction: Compaction,
 ) -> Result<std::thread::JoinHandle<()>, RecordError> {
     std::thread::Builder::new()
         .name("record-seal".into())
-        .spawn(move || run(&data, &jobs, &counters))
+        .spawn(move || run(&disk, &data, &jobs, &counters, &compaction))
         .map_err(|source| RecordError::Thread { name: "record-seal", source })
 }
 
@@ -334,7 +383,7 @@ mod tests {
 
     fn segment(data: &DataDir, frames: &[Frame]) -> PathBuf {
         data.create().unwrap();
-        let mut file = SegmentFile::new(&data.wal(), "w");
+        let mut file = SegmentFile::new(&Disk::default(), &data.wal(), "w");
         for frame in frames {
             file.append(frame).unwrap();
         }
@@ -379,7 +428,7 @@ mod tests {
         };
         let again = Frame::Records(vec![first.clone()]);
         let path = segment(&data, &[again.clone(), Frame::Records(vec![second]), again, Frame::Join(join)]);
-        let report = seal_segment(&data, &path, &HashSet::new()).unwrap();
+        let report = seal_segment(&Disk::default(), &data, &path, &HashSet::new()).unwrap();
         assert_eq!(report, SealReport { rows: 2, files: 2, restarted: 0, stop: None });
 
         let found = files(&data).unwrap();
@@ -408,10 +457,10 @@ mod tests {
             &[begin("x"), Frame::Records(vec![full_record("a"), full_record("b")]), begin("y")],
         );
         let bytes = fs::read(&path).unwrap();
-        seal_segment(&data, &path, &HashSet::new()).unwrap();
+        seal_segment(&Disk::default(), &data, &path, &HashSet::new()).unwrap();
         let before: Vec<Vec<u8>> = files(&data).unwrap().iter().map(|file| fs::read(file).unwrap()).collect();
         fs::write(&path, &bytes).unwrap();
-        seal_segment(&data, &path, &HashSet::new()).unwrap();
+        seal_segment(&Disk::default(), &data, &path, &HashSet::new()).unwrap();
         let after: Vec<Vec<u8>> = files(&data).unwrap().iter().map(|file| fs::read(file).unwrap()).collect();
         assert_eq!(before.len(), 2);
         assert_eq!(before, after);
@@ -426,7 +475,7 @@ mod tests {
             &data,
             &[begin("ended"), begin("open"), begin("gone"), ended, Frame::Abandon("gone".into())],
         );
-        let report = seal_segment(&data, &path, &HashSet::new()).unwrap();
+        let report = seal_segment(&Disk::default(), &data, &path, &HashSet::new()).unwrap();
         assert_eq!((report.rows, report.restarted), (2, 1));
         assert_eq!(sealed(&data), [("ended".into(), Status::Ok), ("open".into(), Status::ProxyRestart)]);
     }
@@ -440,7 +489,7 @@ mod tests {
         let ended = Frame::Records(vec![full_record("y")]);
         let second = segment(&data, &[begin("x"), begin("y"), ended]);
         let counters = Counters::default();
-        let left = seal_all(&data, plan_recovery(vec![first, second]), &counters);
+        let left = seal_all(&Disk::default(), &data, plan_recovery(vec![first, second]), &counters);
         assert!(left.is_empty());
         let expected = [
             ("x".into(), Status::ProxyRestart),
@@ -455,7 +504,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let data = DataDir::new(directory.path());
         let path = segment(&data, &[begin("x"), Frame::Carried]);
-        assert_eq!(seal_segment(&data, &path, &HashSet::new()).unwrap().rows, 0);
+        assert_eq!(seal_segment(&Disk::default(), &data, &path, &HashSet::new()).unwrap().rows, 0);
         assert!(files(&data).unwrap().is_empty());
         assert!(!path.exists());
     }
@@ -468,7 +517,7 @@ mod tests {
             segment(&data, &[Frame::Records(vec![full_record("a")]), Frame::Records(vec![full_record("b")])]);
         let mut bytes = fs::read(&path).unwrap();
         fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-        let report = seal_segment(&data, &path, &HashSet::new()).unwrap();
+        let report = seal_segment(&Disk::default(), &data, &path, &HashSet::new()).unwrap();
         assert!(matches!(report.stop, Some(Stop::Torn { .. })));
         assert_eq!(sealed(&data), [("a".into(), Status::Ok)]);
         assert!(!path.exists());
@@ -476,7 +525,7 @@ mod tests {
         let last = bytes.len() - 1;
         bytes[last] ^= 1;
         fs::write(&path, &bytes).unwrap();
-        let report = seal_segment(&data, &path, &HashSet::new()).unwrap();
+        let report = seal_segment(&Disk::default(), &data, &path, &HashSet::new()).unwrap();
         assert!(matches!(report.stop, Some(Stop::Damaged { .. })));
         assert_eq!(sealed(&data), [("a".into(), Status::Ok)]);
         assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), bytes);
@@ -491,13 +540,14 @@ mod tests {
         fs::remove_dir(data.records()).unwrap();
         fs::write(data.records(), "in the way").unwrap();
         let counters = Counters::default();
-        let left = seal_all(&data, plan_recovery(vec![first.clone(), second.clone()]), &counters);
+        let left =
+            seal_all(&Disk::default(), &data, plan_recovery(vec![first.clone(), second.clone()]), &counters);
         assert_eq!(left.len(), 2);
         assert_eq!(counters.snapshot().disk_errors, 1);
         assert!(first.exists() && second.exists());
         fs::remove_file(data.records()).unwrap();
         fs::create_dir(data.records()).unwrap();
-        assert!(seal_all(&data, left, &counters).is_empty());
+        assert!(seal_all(&Disk::default(), &data, left, &counters).is_empty());
         assert_eq!(sealed(&data).len(), 2);
     }
 

@@ -7,9 +7,8 @@
 //! Numbers are little-endian. Reading stops at the first frame that is not whole; what precedes it is good. A segment is
 //! self-contained: its rows, the ids joined to them, and the requests still running when it was left.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -17,6 +16,7 @@ use uuid::Uuid;
 
 use super::error::RecordError;
 use super::row::Record;
+use crate::store::{Disk, DiskFile};
 
 const MAGIC: &[u8; 8] = b"DRAFTWAL";
 const VERSION: u16 = 1;
@@ -224,8 +224,9 @@ fn parse_frame(bytes: &[u8]) -> Result<(Frame, usize), bool> {
 /// A segment being written. What was appended is on disk after `flush` returned.
 #[derive(Debug)]
 pub(super) struct SegmentFile {
+    disk: Disk,
     path: PathBuf,
-    file: Option<File>,
+    file: Option<DiskFile>,
     directory_synced: bool,
     /// Bytes known to be on disk.
     durable: u64,
@@ -234,9 +235,10 @@ pub(super) struct SegmentFile {
 
 impl SegmentFile {
     /// The file itself is made by the first flush, so that a full disk is an error like any other there.
-    pub fn new(directory: &Path, writer: &str) -> SegmentFile {
+    pub fn new(disk: &Disk, directory: &Path, writer: &str) -> SegmentFile {
         let path = directory.join(format!("{}.{EXTENSION}", Uuid::now_v7()));
-        SegmentFile { path, file: None, directory_synced: false, durable: 0, pending: header(writer) }
+        let disk = disk.clone();
+        SegmentFile { disk, path, file: None, directory_synced: false, durable: 0, pending: header(writer) }
     }
 
     pub fn path(&self) -> &Path {
@@ -262,7 +264,7 @@ impl SegmentFile {
             return Ok(());
         }
         if self.file.is_none() {
-            let opened = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&self.path);
+            let opened = self.disk.create(&self.path, true);
             self.file = Some(opened.map_err(RecordError::disk("create", &self.path))?);
         }
         let Some(file) = self.file.as_ref() else {
@@ -272,8 +274,7 @@ impl SegmentFile {
         file.sync_data().map_err(RecordError::disk("sync", &self.path))?;
         if !self.directory_synced {
             let directory = self.path.parent().unwrap_or(Path::new("."));
-            let synced = File::open(directory).and_then(|directory| directory.sync_all());
-            synced.map_err(RecordError::disk("sync", directory))?;
+            self.disk.sync_directory(directory).map_err(RecordError::disk("sync", directory))?;
             self.directory_synced = true;
         }
         self.durable += self.pending.len() as u64;
@@ -286,10 +287,15 @@ impl SegmentFile {
 
 /// The segments in a directory, oldest first (their names are UUIDv7).
 pub(super) fn segments(directory: &Path) -> Result<Vec<PathBuf>, RecordError> {
+    with_extension(directory, EXTENSION)
+}
+
+/// What ends so in a directory, sorted.
+pub(super) fn with_extension(directory: &Path, wanted: &str) -> Result<Vec<PathBuf>, RecordError> {
     let mut found = Vec::new();
     for entry in fs::read_dir(directory).map_err(RecordError::disk("list", directory))? {
         let path = entry.map_err(RecordError::disk("list", directory))?.path();
-        if path.extension().is_some_and(|extension| extension == EXTENSION) {
+        if path.extension().is_some_and(|extension| extension == wanted) {
             found.push(path);
         }
     }
@@ -393,7 +399,7 @@ mod tests {
     fn flush_is_tried_again_after_a_failure_and_writes_each_frame_once() {
         let directory = tempfile::tempdir().unwrap();
         let inner = directory.path().join("wal");
-        let mut file = SegmentFile::new(&inner, "writer");
+        let mut file = SegmentFile::new(&Disk::default(), &inner, "writer");
         file.append(&Frame::Abandon("a".into())).unwrap();
         file.flush().unwrap_err();
         fs::create_dir(&inner).unwrap();

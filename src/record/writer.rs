@@ -10,10 +10,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::error::RecordError;
+use super::health::DropReason;
 use super::recorder::{Counters, Item, RecorderOptions, Reply, Shared};
 use super::row::Record;
 use super::seal::SealJob;
 use super::wal::{Frame, Join, SegmentFile};
+use crate::store::Disk;
 
 /// After a disk error the next try comes no sooner.
 const SHORTEST_RETRY: Duration = Duration::from_millis(100);
@@ -57,11 +59,14 @@ impl Segment {
 }
 
 struct Writer {
+    disk: Disk,
     directory: PathBuf,
     options: RecorderOptions,
     shared: Arc<Shared>,
     jobs: Sender<SealJob>,
     active: Option<Segment>,
+    /// Begun while rotating, when the disk failed: with the requests that it carries. Used by the next try.
+    carrying: Option<(Segment, HashSet<String>)>,
     /// Left by new rows; waiting for ids.
     closing: Vec<Segment>,
     next_sequence: u64,
@@ -80,20 +85,20 @@ struct Writer {
 }
 
 pub(super) fn spawn(
+    disk: Disk,
     directory: PathBuf,
-    mut options: RecorderOptions,
+    options: RecorderOptions,
     shared: Arc<Shared>,
     jobs: Sender<SealJob>,
 ) -> Result<JoinHandle<()>, RecordError> {
-    let plain =
-        |letter: char| if letter.is_ascii_alphanumeric() || "._".contains(letter) { letter } else { '_' };
-    options.writer = options.writer.chars().take(100).map(plain).collect();
     let mut writer = Writer {
+        disk,
         directory,
         options,
         shared,
         jobs,
         active: None,
+        carrying: None,
         closing: Vec::new(),
         next_sequence: 0,
         running: HashMap::new(),
@@ -162,6 +167,10 @@ impl Writer {
             Item::Join(join) => self.accept_join(join, held, at),
             Item::Flush(reply) => self.flush_replies.push(reply),
             Item::Seal(reply) => self.accept_seal(reply),
+            Item::PassOn(job) => {
+                // The sealing thread outlives this one; if it died, whoever waits sees that its answer cannot come.
+                let _ = self.jobs.send(job);
+            }
             Item::Stop(Some(reply)) => {
                 self.stopping = true;
                 self.accept_seal(reply);
@@ -176,20 +185,24 @@ impl Writer {
         for record in &mut records {
             self.running.remove(&record.request_id);
             let key = (record.request_id.clone(), record.choice_index);
+            // A row that says what became of its states wants no ids: they would give away what was taken out of it.
+            if record.states_status.is_some() {
+                continue;
+            }
             if let Some((join, _, early_held)) = self.early.remove(&key) {
                 join.apply(record);
                 self.shared.release(early_held);
                 self.shared.counters.joined.fetch_add(1, Relaxed);
                 continue;
             }
-            if self.options.expect_join && record.states_status.is_none() && record.status.engine_ran() {
+            if self.options.expect_join && record.status.engine_ran() {
                 awaited.push(key);
             }
         }
         let rows = records.len() as u64;
         let statuses: Vec<&'static str> = records.iter().map(|record| record.status.as_str()).collect();
         if !self.append(&Frame::Records(records), held, at) {
-            self.shared.counters.dropped_rows.fetch_add(rows, Relaxed);
+            self.shared.counters.dropped(rows, DropReason::Unencodable);
             return;
         }
         self.shared.counters.rows.fetch_add(rows, Relaxed);
@@ -252,7 +265,7 @@ impl Writer {
         self.next_sequence += 1;
         Segment {
             sequence,
-            file: SegmentFile::new(&self.directory, &self.options.writer),
+            file: SegmentFile::new(&self.disk, &self.directory, &self.options.writer),
             created: now,
             rows: 0,
             carried_bytes: 0,
@@ -306,17 +319,19 @@ impl Writer {
     /// marked as left: at no moment does a crash lose or double them. False when the disk failed; then nothing changed.
     fn rotate(&mut self, now: Instant) -> bool {
         let mut next = None;
-        if !self.running.is_empty() && !self.stopping {
-            let mut segment = self.new_segment(now);
-            for record in self.running.values() {
-                if let Err(error) = segment.append(&Frame::Begin(record.clone()), 0, now) {
-                    tracing::warn!(%error, "a running request cannot be recorded");
-                }
-            }
+        if self.stopping && !self.drop_carrying(now) {
+            return false;
+        }
+        if (!self.running.is_empty() || self.carrying.is_some()) && !self.stopping {
+            let (mut segment, mut carried) = match self.carrying.take() {
+                Some(before) => before,
+                None => (self.new_segment(now), HashSet::new()),
+            };
+            self.carry_into(&mut segment, &mut carried, now);
             segment.carried_bytes = segment.file.bytes();
             if !flush(&mut segment, &self.shared, &self.options, now) {
-                // Best effort: it holds only what the active segment holds too, and recovery knows that.
-                let _ = std::fs::remove_file(segment.file.path());
+                // Kept, and not begun anew: part of it may be on the disk, and a disk that fails need not let go of it.
+                self.carrying = Some((segment, carried));
                 self.rotation_retry_at = Some(now + self.options.flush_interval.max(SHORTEST_RETRY));
                 return false;
             }
@@ -333,6 +348,38 @@ impl Writer {
         self.closing.push(left);
         self.active = next;
         true
+    }
+
+    /// Nothing is carried any more: the requests that still run are the active segment's. False when the disk failed.
+    fn drop_carrying(&mut self, now: Instant) -> bool {
+        let Some((mut segment, mut carried)) = self.carrying.take() else { return true };
+        for request_id in carried.drain() {
+            if let Err(error) = segment.append(&Frame::Abandon(request_id), 0, now) {
+                tracing::warn!(%error, "a running request cannot be recorded");
+            }
+        }
+        let flushed = flush(&mut segment, &self.shared, &self.options, now);
+        segment.deadline = Some(now);
+        self.closing.push(segment);
+        flushed
+    }
+
+    /// Makes the segment carry exactly the requests that run now.
+    fn carry_into(&self, segment: &mut Segment, carried: &mut HashSet<String>, now: Instant) {
+        let mut frames = Vec::new();
+        for ended in carried.extract_if(|request_id| !self.running.contains_key(request_id)) {
+            frames.push(Frame::Abandon(ended));
+        }
+        for (request_id, record) in &self.running {
+            if carried.insert(request_id.clone()) {
+                frames.push(Frame::Begin(record.clone()));
+            }
+        }
+        for frame in frames {
+            if let Err(error) = segment.append(&frame, 0, now) {
+                tracing::warn!(%error, "a running request cannot be recorded");
+            }
+        }
     }
 
     /// Hands segments that wait for nothing more to the sealing thread. False when the disk failed.
@@ -402,7 +449,10 @@ fn flush(segment: &mut Segment, shared: &Shared, options: &RecorderOptions, now:
         return true;
     }
     let started = Instant::now();
-    if let Err(error) = segment.file.flush() {
+    shared.counters.wal.begins();
+    let flushed = segment.file.flush();
+    shared.counters.wal.ended(flushed.as_ref().map(|_| ()).map_err(ToString::to_string));
+    if let Err(error) = flushed {
         shared.counters.disk_error("wal", &error);
         segment.retry_at = Some(now + options.flush_interval.max(SHORTEST_RETRY));
         return false;

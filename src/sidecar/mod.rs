@@ -10,9 +10,13 @@
 
 mod rows;
 
+use std::collections::HashSet;
+use std::fs::DirBuilder;
 use std::future::Future;
+use std::os::unix::fs::DirBuilderExt;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
@@ -20,15 +24,18 @@ use anyhow::Context;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
-use crate::config::{Config, TokenIds};
+use crate::config::{Config, PrivacyConfig, TokenIds};
 use crate::control::{self, Controlled, PartReport};
 use crate::head::VerifierShape;
 use crate::proxy::{Begun, Exchange, Observer, Proxy, ProxyOptions};
-use crate::record::{Join, Record, Recorder, RecorderHandle, RecorderOptions};
-use crate::states::{Collector, CollectorOptions, StateStore, StoreOptions};
-use crate::store::DataDir;
+use crate::record::{Join, Privacy, Record, Recorder, RecorderHandle, RecorderOptions, Selection};
+use crate::states::{Collector, CollectorOptions, Forgetter, RequestSummary, StateStore, StoreOptions};
+use crate::store::{DataDir, is_drawn};
 use rows::{RowOptions, rows, signed_ids};
 
+/// A client's word on the recording of its own request: anything but `on` is no.
+const RECORD_HEADER: &str = "x-draftsmith-record";
+const CONVERSATION_HEADER: &str = "x-draftsmith-conversation";
 /// Finished exchanges that may wait to be parsed; more are dropped and counted.
 const PARSE_QUEUE: usize = 4096;
 /// How long vLLM may take to answer the readiness probe.
@@ -49,12 +56,15 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
         Some(directory) => Some(start_collector(&config, &data, directory, recorder.clone())?),
         None => None,
     };
+    let forgetter = collector.as_ref().map(Collector::forgetter);
     let row_options = RowOptions {
         held_out_fraction: config.data.held_out_fraction,
         keep_raw: config.record.keep_raw,
         ids_from_plugin,
+        privacy: Privacy::new(&config.privacy, &data.tenant_salt())?,
+        tenant_header: config.privacy.tenant_header.clone(),
     };
-    let observer = start_observer(recorder.clone(), collector, row_options)?;
+    let observer = start_observer(recorder.clone(), collector, row_options, &config)?;
 
     let mut options = ProxyOptions::new(config.proxy.upstream.parse().context("proxy.upstream")?);
     options.routes = config.proxy.routes;
@@ -65,7 +75,13 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     options.drain_timeout = Duration::from_secs(config.proxy.drain_seconds);
     let proxy = Arc::new(Proxy::new(options, observer.clone())?);
 
-    let controlled = Arc::new(Parts { upstream: config.proxy.upstream.clone(), recorder: recorder.clone() });
+    let controlled = Arc::new(Parts {
+        upstream: config.proxy.upstream.clone(),
+        recorder: recorder.clone(),
+        data: data.clone(),
+        forgetter,
+        store_options: StoreOptions::of(&config.states),
+    });
     let (listen, control) = (listener.local_addr()?, control_listener.local_addr()?);
     let (stop_control, mut control_stopped) = watch::channel(false);
     let control_task = tokio::spawn(async move {
@@ -115,10 +131,14 @@ fn start_recorder(config: &Config, data: &DataDir, expect_join: bool) -> anyhow:
     let options = RecorderOptions {
         memory_bytes: config.record.queue_bytes,
         flush_interval: Duration::from_millis(config.record.flush_interval_ms),
+        flush_bytes: config.record.flush_bytes,
         segment_bytes: config.record.segment_bytes,
         segment_age: Duration::from_secs(config.record.seal_after_seconds),
         expect_join,
         join_timeout: Duration::from_secs(config.record.join_timeout_seconds),
+        merge_after: Some(config.record.merge_after_seconds)
+            .filter(|seconds| *seconds > 0)
+            .map(Duration::from_secs),
         ..RecorderOptions::default()
     };
     Ok(Recorder::start(data, options)?)
@@ -130,7 +150,11 @@ fn start_collector(
     transfer_directory: &std::path::Path,
     recorder: RecorderHandle,
 ) -> anyhow::Result<Collector> {
-    std::fs::create_dir_all(transfer_directory)
+    // One that is there keeps its mode: it may be shared.
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(transfer_directory)
         .with_context(|| format!("states.transfer_directory {}", transfer_directory.display()))?;
     let mut options = CollectorOptions::new(transfer_directory);
     options.time_out = Duration::from_secs(config.states.unmatched_seconds);
@@ -164,12 +188,20 @@ fn start_collector(
 /// Takes finished exchanges off the request path and parses them on a thread of its own.
 struct Tee {
     recorder: RecorderHandle,
+    privacy: PrivacyConfig,
+    enabled: bool,
+    /// Bytes of the exchanges that wait, and their bound.
+    waiting_bytes: Arc<AtomicUsize>,
+    most_waiting_bytes: usize,
     sender: SyncSender<Message>,
     parser: std::sync::Mutex<Option<std::thread::JoinHandle<()>>>,
 }
 
 enum Message {
-    Finished(Box<Exchange>),
+    /// With the bytes that it counts for.
+    Finished(Box<Exchange>, usize),
+    /// A request of a recorded route that is not recorded: its states are to be deleted as they come.
+    Unwanted(String),
     Stop,
 }
 
@@ -177,14 +209,26 @@ fn start_observer(
     recorder: RecorderHandle,
     collector: Option<Collector>,
     options: RowOptions,
+    config: &Config,
 ) -> anyhow::Result<Arc<Tee>> {
     let (sender, receiver) = sync_channel(PARSE_QUEUE);
     let writer = recorder.clone();
+    let waiting_bytes = Arc::new(AtomicUsize::new(0));
+    let counted = waiting_bytes.clone();
+    let models = config.privacy.models.clone();
     let parser = std::thread::Builder::new()
         .name("rows".to_owned())
-        .spawn(move || parse_until_stopped(&receiver, &writer, collector, &options))
+        .spawn(move || parse_until_stopped(&receiver, &writer, collector, &options, &models, &counted))
         .context("cannot start the thread that makes rows")?;
-    Ok(Arc::new(Tee { recorder, sender, parser: std::sync::Mutex::new(Some(parser)) }))
+    Ok(Arc::new(Tee {
+        recorder,
+        privacy: config.privacy.clone(),
+        enabled: config.record.enabled,
+        waiting_bytes,
+        most_waiting_bytes: config.record.queue_bytes,
+        sender,
+        parser: std::sync::Mutex::new(Some(parser)),
+    }))
 }
 
 fn parse_until_stopped(
@@ -192,9 +236,32 @@ fn parse_until_stopped(
     recorder: &RecorderHandle,
     collector: Option<Collector>,
     options: &RowOptions,
+    models: &[String],
+    waiting_bytes: &AtomicUsize,
 ) {
-    while let Ok(Message::Finished(exchange)) = receiver.recv() {
+    let unwanted = |request_id: String| {
+        if let Some(collector) = &collector {
+            collector.expect(RequestSummary { request_id, ..RequestSummary::default() });
+        }
+    };
+    while let Ok(message) = receiver.recv() {
+        let (exchange, bytes) = match message {
+            Message::Finished(exchange, bytes) => (exchange, bytes),
+            Message::Unwanted(request_id) => {
+                unwanted(request_id);
+                continue;
+            }
+            Message::Stop => break,
+        };
         let (records, summary) = rows(&exchange, options);
+        waiting_bytes.fetch_sub(bytes, Relaxed);
+        let model = records.first().and_then(|record| record.model.as_ref());
+        if !models.is_empty() && !model.is_some_and(|model| models.contains(model)) {
+            skipped("model");
+            recorder.abandon(exchange.request_id.clone());
+            unwanted(summary.request_id);
+            continue;
+        }
         recorder.record(records);
         if let Some(collector) = &collector {
             collector.expect(summary);
@@ -203,6 +270,32 @@ fn parse_until_stopped(
     if let Some(collector) = collector {
         collector.stop();
     }
+}
+
+/// Counts a request that is not recorded on purpose.
+fn skipped(reason: &'static str) {
+    metrics::counter!("draftsmith_record_skipped_total", "reason" => reason).increment(1);
+}
+
+/// Why a request is not recorded on purpose, if it is not.
+fn reason_to_skip(
+    privacy: &PrivacyConfig,
+    enabled: bool,
+    begun: Begun<'_>,
+    headers: &hyper::HeaderMap,
+) -> Option<&'static str> {
+    if !enabled {
+        return Some("disabled");
+    }
+    if headers.get_all(RECORD_HEADER).iter().any(|value| value != "on") {
+        return Some("opt_out");
+    }
+    if !privacy.routes.iter().any(|route| route == begun.endpoint.path()) {
+        return Some("route");
+    }
+    let conversation = headers.get(CONVERSATION_HEADER).and_then(|value| value.to_str().ok());
+    let key = format!("sample {}", conversation.unwrap_or(begun.request_id));
+    (!is_drawn(&key, privacy.sample_rate)).then_some("sampling")
 }
 
 impl Tee {
@@ -219,6 +312,14 @@ impl Tee {
 }
 
 impl Observer for Tee {
+    fn wants(&self, begun: Begun<'_>, headers: &hyper::HeaderMap) -> bool {
+        let Some(reason) = reason_to_skip(&self.privacy, self.enabled, begun, headers) else { return true };
+        skipped(reason);
+        // A full queue: the collector deletes the files after its time-out.
+        let _ = self.sender.try_send(Message::Unwanted(begun.request_id.to_owned()));
+        false
+    }
+
     fn begin(&self, begun: Begun<'_>) {
         let started_at = begun.received_at.as_microsecond();
         self.recorder.begin(Record::new(begun.request_id, begun.endpoint.path(), started_at));
@@ -226,10 +327,18 @@ impl Observer for Tee {
 
     fn finished(&self, exchange: Exchange) {
         let request_id = exchange.request_id.clone();
-        if self.sender.try_send(Message::Finished(Box::new(exchange))).is_err() {
-            metrics::counter!("draftsmith_record_dropped_total", "what" => "exchange").increment(1);
-            self.recorder.abandon(request_id);
+        let bytes = exchange.request_body.len() + exchange.response_body.len();
+        let fits = |waiting: usize| waiting.checked_add(bytes).filter(|sum| *sum <= self.most_waiting_bytes);
+        let has_room = self.waiting_bytes.fetch_update(Relaxed, Relaxed, fits).is_ok();
+        if has_room && self.sender.try_send(Message::Finished(Box::new(exchange), bytes)).is_ok() {
+            return;
         }
+        if has_room {
+            self.waiting_bytes.fetch_sub(bytes, Relaxed);
+        }
+        metrics::counter!("draftsmith_record_dropped_total", "what" => "exchange", "reason" => "overload")
+            .increment(1);
+        self.recorder.abandon(request_id);
     }
 }
 
@@ -237,12 +346,17 @@ impl Observer for Tee {
 struct Parts {
     upstream: String,
     recorder: RecorderHandle,
+    data: DataDir,
+    /// None: states are not collected here.
+    forgetter: Option<Forgetter>,
+    store_options: StoreOptions,
 }
 
 impl Controlled for Parts {
     fn readiness(&self) -> Pin<Box<dyn Future<Output = Vec<PartReport>> + Send>> {
         let upstream = self.upstream.clone();
         let recorder = self.recorder.stats();
+        let (wal, sealing) = self.recorder.health();
         Box::pin(async move {
             let probe =
                 reqwest::Client::new().get(format!("{upstream}/health")).timeout(PROBE_TIMEOUT).send().await;
@@ -259,11 +373,41 @@ impl Controlled for Parts {
                     // Serving goes on without recording, so a failing disk is told, not turned into "not ready".
                     ready: true,
                     detail: format!(
-                        "{} rows, {} dropped, {} disk errors",
-                        recorder.rows, recorder.dropped_rows, recorder.disk_errors
+                        "WAL {wal}; sealing {sealing}; {} rows, {} dropped {:?}, {} disk errors, {} bytes held",
+                        recorder.rows,
+                        recorder.dropped_rows,
+                        recorder.dropped_rows_by_reason,
+                        recorder.disk_errors,
+                        recorder.held_bytes
                     ),
                 },
             ]
+        })
+    }
+
+    fn measure(&self) {
+        self.recorder.health();
+    }
+
+    fn forget(
+        &self,
+        selection: bytes::Bytes,
+    ) -> Pin<Box<dyn Future<Output = Result<serde_json::Value, String>> + Send>> {
+        let (recorder, data) = (self.recorder.clone(), self.data.clone());
+        let (forgetter, options) = (self.forgetter.clone(), self.store_options.clone());
+        Box::pin(async move {
+            let work = move || -> anyhow::Result<serde_json::Value> {
+                let selection: Selection = serde_json::from_slice(&selection).context("no selection")?;
+                let states = |requests: HashSet<String>| match forgetter {
+                    Some(forgetter) => forgetter.forget(requests),
+                    None => StateStore::open(&data.states(), options)?
+                        .forget(|header| requests.contains(&header.request_id)),
+                };
+                let report = crate::forget::forget(&data, &recorder, states, &selection)?;
+                Ok(serde_json::to_value(report)?)
+            };
+            let done = tokio::task::spawn_blocking(work).await.map_err(|error| error.to_string())?;
+            done.map_err(|error| format!("{error:#}"))
         })
     }
 

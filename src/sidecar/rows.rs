@@ -5,17 +5,22 @@ use sha2::{Digest, Sha256};
 
 use crate::openai::{Choice, RequestView};
 use crate::proxy::{Exchange, Parsed};
-use crate::record::{Record, messages_from_json};
+use crate::record::{Privacy, Record, messages_from_json};
 use crate::states::{ChoiceText, RequestSummary};
 use crate::store::is_held_out;
 
+/// `states_status` of a request whose states cannot be told from others'.
+const STATES_WITHOUT_ID: &str = "no_request_id";
+
 /// How rows are made.
-#[derive(Clone, Debug, PartialEq)]
 pub struct RowOptions {
     pub held_out_fraction: f64,
     pub keep_raw: bool,
     /// The rows wait for token ids from the plugin, so the answer carries none.
     pub ids_from_plugin: bool,
+    pub privacy: Privacy,
+    /// The header that names the tenant.
+    pub tenant_header: Option<String>,
 }
 
 /// The rows of one exchange (always at least one) and, where the plugin gives states, what the collector expects.
@@ -43,6 +48,11 @@ pub fn rows(exchange: &Exchange, options: &RowOptions) -> (Vec<Record>, RequestS
     let usage = &parsed.answer.usage;
     base.prompt_tokens = signed(usage.prompt_tokens);
     base.source = exchange.source;
+    let tenant = options.tenant_header.as_ref().and_then(|name| exchange.request_headers.get(name));
+    base.tenant_hash = tenant.map(|value| options.privacy.tenant_hash(value.as_bytes()));
+    if options.ids_from_plugin && !exchange.endpoint.keeps_request_id() {
+        base.states_status = Some(STATES_WITHOUT_ID.to_owned());
+    }
     if options.keep_raw {
         base.raw_request = Some(exchange.request_body.to_vec());
         base.raw_response = Some(exchange.response_body.to_vec());
@@ -67,6 +77,8 @@ pub fn rows(exchange: &Exchange, options: &RowOptions) -> (Vec<Record>, RequestS
         record.status = parsed.status_of(None);
         records.push(record);
     }
+    let redacted = options.privacy.redact(&mut records);
+    let has_states = exchange.endpoint.keeps_request_id() && !redacted;
     let summary = RequestSummary {
         request_id: exchange.request_id.clone(),
         held_out: is_held_out(&conversation_id, options.held_out_fraction),
@@ -74,7 +86,8 @@ pub fn rows(exchange: &Exchange, options: &RowOptions) -> (Vec<Record>, RequestS
         source: exchange.source.as_str().to_owned(),
         status: exchange.transfer.as_str().to_owned(),
         n: usize::try_from(request.n).unwrap_or(1).max(1),
-        choices: choices.iter().map(choice_text).collect(),
+        // None: files of states are deleted as they come.
+        choices: choices.iter().filter(|_| has_states).map(choice_text).collect(),
     };
     (records, summary)
 }

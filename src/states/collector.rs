@@ -96,10 +96,28 @@ pub struct CollectorStats {
     pub store: StoreStats,
 }
 
+#[derive(Debug)]
 enum Message {
     Event(notify::Result<notify::Event>),
     Request(Box<RequestSummary>),
+    Forget(HashSet<String>, SyncSender<Result<usize, StatesError>>),
     Stop,
+}
+
+/// Removes samples from the collector's store.
+#[derive(Clone, Debug)]
+pub struct Forgetter {
+    sender: SyncSender<Message>,
+}
+
+impl Forgetter {
+    /// Removes every sample of these requests; returns how many went. Blocks the thread.
+    pub fn forget(&self, request_ids: HashSet<String>) -> Result<usize, StatesError> {
+        let (reply, answer) = sync_channel(1);
+        // A collector that has ended drops the question, and with it the place for its answer.
+        let _ = self.sender.send(Message::Forget(request_ids, reply));
+        answer.recv().unwrap_or(Err(StatesError::Stopped))
+    }
 }
 
 /// Runs the thread; stops it when dropped.
@@ -164,6 +182,10 @@ impl Collector {
                 false
             }
         }
+    }
+
+    pub fn forgetter(&self) -> Forgetter {
+        Forgetter { sender: self.sender.clone() }
     }
 
     pub fn stats(&self) -> CollectorStats {
@@ -236,6 +258,11 @@ impl Worker {
             match message {
                 Ok(Message::Event(event)) => self.event(event),
                 Ok(Message::Request(summary)) => self.request(*summary),
+                Ok(Message::Forget(request_ids, reply)) => {
+                    let outcome = self.store.forget(|header| request_ids.contains(&header.request_id));
+                    // Whoever asked may have gone.
+                    let _ = reply.send(outcome);
+                }
                 Ok(Message::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }

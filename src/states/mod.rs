@@ -22,7 +22,9 @@ mod store;
 pub mod transfer;
 
 pub use accept::{Expected, OutcomeStatus, SampleKey};
-pub use collector::{ChoiceText, Collector, CollectorOptions, CollectorStats, Outcome, RequestSummary};
+pub use collector::{
+    ChoiceText, Collector, CollectorOptions, CollectorStats, Forgetter, Outcome, RequestSummary,
+};
 pub use reader::{Reader, Refreshed, Sample, SampleEntry, VerifyReport};
 pub use shard::{SampleHeader, StateDtype};
 pub use stock::{StockSample, store_stock};
@@ -60,6 +62,8 @@ pub enum StatesError {
     Damaged { path: PathBuf, offset: u64, reason: String },
     #[error("{path} was evicted while it was being read; refresh the reader and go on with another sample")]
     Evicted { path: PathBuf },
+    #[error("the states thread has stopped; start draftsmith again")]
+    Stopped,
     #[error("there is no sample {index}: the index holds {len}")]
     NoSuchSample { index: usize, len: usize },
 }

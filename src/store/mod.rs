@@ -3,10 +3,14 @@
 //! A file that a reader can see under its final name is whole: it was written under a temporary name, synced, renamed,
 //! and its directory synced.
 
+mod disk;
+
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+
+pub use disk::{Disk, DiskFile, Fault, Operation, create_private_directory};
 
 /// Where everything that draftsmith keeps lives.
 #[derive(Clone, Debug, PartialEq)]
@@ -19,10 +23,12 @@ impl DataDir {
         Self { root: root.into() }
     }
 
-    /// Makes the directories; safe to call again.
+    /// Makes the directories; safe to call again. What is captured is its owner's alone; heads may be another user's
+    /// to read, vLLM's for one.
     pub fn create(&self) -> io::Result<()> {
-        for directory in [self.records(), self.wal(), self.states(), self.heads(), self.runs()] {
-            fs::create_dir_all(directory)?;
+        fs::create_dir_all(self.heads())?;
+        for directory in [self.records(), self.wal(), self.states(), self.runs()] {
+            create_private_directory(&directory)?;
         }
         Ok(())
     }
@@ -46,6 +52,11 @@ impl DataDir {
 
     pub fn heads(&self) -> PathBuf {
         self.root.join("heads")
+    }
+
+    /// What tenants' names are hashed with.
+    pub fn tenant_salt(&self) -> PathBuf {
+        self.root.join("tenant.salt")
     }
 
     pub fn runs(&self) -> PathBuf {
@@ -84,8 +95,13 @@ pub fn new_id(now: jiff::Timestamp) -> String {
 /// Whether a conversation belongs to the held-out split. Decided by the conversation alone, so that no conversation is
 /// on both sides, in any process, for ever.
 pub fn is_held_out(conversation_id: &str, fraction: f64) -> bool {
+    is_drawn(conversation_id, fraction)
+}
+
+/// Draws the given share of all keys, each key always alike.
+pub fn is_drawn(key: &str, fraction: f64) -> bool {
     use sha2::{Digest, Sha256};
-    let digest = Sha256::digest(conversation_id.as_bytes());
+    let digest = Sha256::digest(key.as_bytes());
     let mut first = [0u8; 8];
     first.copy_from_slice(&digest[..8]);
     (u64::from_be_bytes(first) as f64) < fraction * (u64::MAX as f64)

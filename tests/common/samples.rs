@@ -60,9 +60,18 @@ pub fn samples() -> Vec<Sample> {
     found
 }
 
+/// Of the recorded routes that speak otherwise: Responses and Messages.
+pub fn dialect_samples() -> Vec<Sample> {
+    let found = read("dialects", |name, _| {
+        ("POST", if name.starts_with("responses") { "/v1/responses" } else { "/v1/messages" })
+    });
+    assert!(found.len() > 20, "the samples are there");
+    found
+}
+
 /// Of routes that are passed on and not recorded.
 pub fn other_samples() -> Vec<Sample> {
-    const ROUTES: [(&str, &str, &str); 10] = [
+    const ROUTES: [(&str, &str, &str); 9] = [
         ("detokenize", "POST", "/detokenize"),
         ("err_404", "GET", "/v1/responses/none"),
         ("err_405", "GET", CHAT),
@@ -70,7 +79,6 @@ pub fn other_samples() -> Vec<Sample> {
         ("health", "GET", "/health"),
         ("models", "GET", "/v1/models"),
         ("render", "POST", "/v1/chat/completions/render"),
-        ("responses", "POST", "/v1/responses"),
         ("tokenize", "POST", "/tokenize"),
         ("version", "GET", "/version"),
     ];
