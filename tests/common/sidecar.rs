@@ -77,9 +77,19 @@ impl Sidecar {
     }
 
     /// SIGTERM; comes back when it has ended by itself.
-    pub fn stop(mut self) -> ExitStatus {
+    pub fn stop(self) -> ExitStatus {
+        self.terminate();
+        self.wait()
+    }
+
+    /// SIGTERM.
+    pub fn terminate(&self) {
         let id = self.child.id().to_string();
         assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+    }
+
+    /// Comes back when it has ended.
+    pub fn wait(mut self) -> ExitStatus {
         self.child.wait().unwrap()
     }
 }
