@@ -1,6 +1,7 @@
 //! Put it in front of vLLM: it records traffic, trains the EAGLE-3 draft head on it, and swaps the better head in.
 
 pub mod backfill;
+pub mod bench;
 pub mod cli;
 pub mod compute;
 pub mod config;
@@ -8,6 +9,7 @@ pub mod control;
 pub mod demo;
 pub mod forget;
 pub mod head;
+pub mod keys;
 pub mod learn;
 pub mod openai;
 pub mod promote;

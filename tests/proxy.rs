@@ -12,81 +12,17 @@ use common::http::{
     Act, CHAT, SSE_HEAD, Seen, build_request, chunk, find, header, json, post, read_chunk, read_message,
     upstream,
 };
+use common::proxy::{event, proxy, read_head, soon};
 use common::samples::{Sample, dialect_samples, other_samples, samples, without_ids};
-use draftsmith::proxy::{Begun, Drained, Exchange, Observer, Proxy, ProxyOptions, Routes, Source, Status};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use draftsmith::proxy::{Drained, Exchange, Routes, Source, Status};
+use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::Notify;
 
 mod common {
     pub mod http;
+    pub mod proxy;
     pub mod samples;
-}
-
-/// Nothing here takes near so long unless it hangs.
-const PATIENCE: Duration = Duration::from_secs(20);
-
-async fn soon<T>(future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.expect("it happens soon")
-}
-
-// ---- The proxy ----
-
-struct Watching {
-    begun: mpsc::UnboundedSender<String>,
-    finished: mpsc::UnboundedSender<Exchange>,
-}
-
-impl Observer for Watching {
-    fn begin(&self, begun: Begun<'_>) {
-        self.begun.send(begun.request_id.to_owned()).unwrap();
-    }
-
-    fn finished(&self, exchange: Exchange) {
-        self.finished.send(exchange).unwrap();
-    }
-}
-
-struct Running {
-    address: String,
-    begun: mpsc::UnboundedReceiver<String>,
-    finished: mpsc::UnboundedReceiver<Exchange>,
-    stop: oneshot::Sender<()>,
-    ended: tokio::task::JoinHandle<Drained>,
-}
-
-async fn proxy(upstream_address: &str, change: impl FnOnce(&mut ProxyOptions)) -> Running {
-    let mut options = ProxyOptions::new(format!("http://{upstream_address}").parse().unwrap());
-    change(&mut options);
-    let (begun_sender, begun) = mpsc::unbounded_channel();
-    let (finished_sender, finished) = mpsc::unbounded_channel();
-    let observer = Arc::new(Watching { begun: begun_sender, finished: finished_sender });
-    let running = Arc::new(Proxy::new(options, observer).unwrap());
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    let (stop, stopped) = oneshot::channel();
-    let ended = tokio::spawn(running.serve(listener, async {
-        let _ = stopped.await;
-    }));
-    Running { address, begun, finished, stop, ended }
-}
-
-impl Running {
-    async fn exchange(&mut self) -> Exchange {
-        soon(self.finished.recv()).await.unwrap()
-    }
-
-    async fn send(&self, request: &[u8]) -> TcpStream {
-        let mut stream = TcpStream::connect(&self.address).await.unwrap();
-        stream.write_all(request).await.unwrap();
-        stream
-    }
-
-    /// Sends a request on a connection of its own; gives the whole answer.
-    async fn ask(&self, request: &[u8]) -> Seen {
-        let mut stream = self.send(request).await;
-        soon(read_message(&mut stream, &mut Vec::new())).await.expect("a whole answer")
-    }
 }
 
 // ---- The samples ----
@@ -227,25 +163,6 @@ async fn a_client_that_asks_for_ids_gets_them() {
 }
 
 // ---- Streaming, leaving, breaking off ----
-
-fn event(text: &str) -> Vec<u8> {
-    format!(
-        "data: {{\"choices\":[{{\"index\":0,\"delta\":{{\"content\":\"{text}\"}},\"token_ids\":[7]}}]}}\n\n"
-    )
-    .into_bytes()
-}
-
-/// Reads the answer's head, leaving what follows in the buffer.
-async fn read_head(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> String {
-    loop {
-        if let Some(position) = find(buffer, b"\r\n\r\n") {
-            let head = String::from_utf8(buffer[..position].to_vec()).unwrap();
-            buffer.drain(..position + 4);
-            return head;
-        }
-        assert_ne!(soon(stream.read_buf(buffer)).await.unwrap(), 0, "a head comes");
-    }
-}
 
 #[tokio::test]
 async fn each_chunk_arrives_before_the_next_is_sent() {
@@ -612,19 +529,6 @@ async fn shutdown_cuts_what_does_not_end() {
     running.stop.send(()).unwrap();
     assert_eq!(soon(&mut running.ended).await.unwrap(), Drained::Cut(1));
     assert_eq!(soon(running.finished.recv()).await.unwrap().transfer, Status::Cancelled);
-}
-
-#[test]
-fn an_upstream_that_cannot_be_spoken_to_is_refused() {
-    struct Deaf;
-    impl Observer for Deaf {
-        fn begin(&self, _: Begun<'_>) {}
-        fn finished(&self, _: Exchange) {}
-    }
-    for address in ["https://vllm", "vllm:8000", "/path", "http://user:secret@vllm"] {
-        let options = ProxyOptions::new(address.parse().unwrap());
-        assert!(Proxy::new(options, Arc::new(Deaf)).is_err(), "{address}");
-    }
 }
 
 #[tokio::test]

@@ -1,11 +1,14 @@
-//! `draftsmith bench train`
+//! `draftsmith bench train|proxy`
 
+use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
+use crate::bench;
 use crate::train::{
     BenchOptions, BenchReport, compare_with_cpu, config_by_name, measure_on_cpu, measure_on_gpu,
 };
@@ -20,6 +23,35 @@ pub struct BenchCommand {
 enum Action {
     /// Time whole training steps on random data: forward, backward, clipping, update
     Train(TrainFlags),
+    /// Compare the proxy with nginx and vllm-router under the same load
+    Proxy(ProxyFlags),
+}
+
+#[derive(Debug, Args)]
+struct ProxyFlags {
+    /// The nginx binary; left out without
+    #[arg(long)]
+    nginx: Option<PathBuf>,
+    /// The vllm-router binary; left out without
+    #[arg(long)]
+    vllm_router: Option<PathBuf>,
+    /// Turns of each arm; the median counts
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// Seconds of each turn
+    #[arg(long, default_value_t = 4)]
+    seconds: u64,
+    /// Connections that always have a request open
+    #[arg(long, default_value_t = 16)]
+    connections: usize,
+    /// Slow streams open at once; 0 leaves them out
+    #[arg(long, default_value_t = 4000)]
+    streams: usize,
+    /// Seconds that those last
+    #[arg(long, default_value_t = 120)]
+    slow_seconds: u64,
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
@@ -66,7 +98,10 @@ struct TrainFlags {
 
 impl BenchCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
-        let Action::Train(flags) = self.action;
+        let flags = match self.action {
+            Action::Train(flags) => flags,
+            Action::Proxy(flags) => return bench_proxy(&flags),
+        };
         if flags.check {
             return check(&flags);
         }
@@ -92,6 +127,59 @@ impl BenchCommand {
         }
         Ok(ExitCode::SUCCESS)
     }
+}
+
+fn bench_proxy(flags: &ProxyFlags) -> anyhow::Result<ExitCode> {
+    let report = bench::run(&bench::BenchOptions {
+        nginx: flags.nginx.clone(),
+        vllm_router: flags.vllm_router.clone(),
+        rounds: flags.rounds,
+        lap: Duration::from_secs(flags.seconds),
+        connections: flags.connections,
+        streams: flags.streams,
+        slow: Duration::from_secs(flags.slow_seconds),
+    })?;
+    if flags.json {
+        println!("{}", serde_json::to_string_pretty(&report)?);
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut kind = "";
+    for row in &report.throughput {
+        if kind != row.kind {
+            kind = row.kind;
+            println!("{kind:<26}  answers/s  of nginx  CPU us/answer  peak MiB  rows dropped");
+        }
+        let mut same_kind = report.throughput.iter().filter(|other| other.kind == row.kind);
+        let nginx = same_kind.find(|other| other.arm == "nginx");
+        let share = nginx.map_or_else(
+            || "-".to_owned(),
+            |other| format!("{:.2}", row.answers_per_second / other.answers_per_second),
+        );
+        println!(
+            "{:<26} {:>10.0} {share:>9} {:>14.1} {:>9.0} {:>13}",
+            row.arm, row.answers_per_second, row.cpu_microseconds_per_answer, row.peak_mib, row.dropped
+        );
+    }
+    println!("at half load                requests/s  median us  P99 us");
+    for row in &report.latency {
+        println!(
+            "{:<26} {:>11.0} {:>10.0} {:>7.0}",
+            row.arm, row.requests_per_second, row.median_microseconds, row.p99_microseconds
+        );
+    }
+    if let Some(slow) = &report.slow_streams {
+        println!(
+            "{} slow streams for {:.0} s: {} errors, {} rows, {} dropped, {:.0} MiB at most, {:.0} bytes a stream",
+            slow.streams,
+            slow.seconds,
+            slow.errors,
+            slow.rows,
+            slow.dropped,
+            slow.peak_mib,
+            slow.bytes_per_stream
+        );
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn check(flags: &TrainFlags) -> anyhow::Result<ExitCode> {

@@ -13,6 +13,7 @@ mod bench;
 mod config;
 mod demo;
 mod heads;
+mod keys;
 mod records;
 mod replay;
 mod serve;
@@ -53,6 +54,8 @@ enum Command {
     Demo(demo::DemoCommand),
     /// Make, list, show, import, export, promote and roll back draft heads
     Heads(heads::HeadsCommand),
+    /// Make keys for clients and operators
+    Keys(keys::KeysCommand),
     /// Look into the captured records
     Records(records::RecordsCommand),
     /// Fill in hidden states where vLLM runs without the plugin
@@ -137,6 +140,7 @@ pub fn main() -> ExitCode {
         Command::Vllm(command) => command.run(),
         Command::Demo(command) => command.run(),
         Command::Heads(command) => command.run(),
+        Command::Keys(command) => command.run(),
         Command::Records(command) => command.run(),
         Command::States(command) => command.run(),
         Command::Config(command) => command.run(),

@@ -15,7 +15,10 @@ pub struct ServeCommand {
 impl ServeCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let config = self.config.load()?;
-        super::runtime()?.block_on(crate::sidecar::serve(config))?;
-        Ok(ExitCode::SUCCESS)
+        let runtime = super::runtime()?;
+        let served = runtime.block_on(crate::sidecar::serve(config));
+        // Dropping it would wait for blocking work, which a second signal must not do.
+        runtime.shutdown_background();
+        served.map(|()| ExitCode::SUCCESS)
     }
 }

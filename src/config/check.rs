@@ -2,23 +2,21 @@
 
 use std::fmt::Debug;
 
-use super::{Config, ConfigError, PrivacyConfig};
+use super::{Config, ConfigError, PrivacyConfig, UpstreamAddress};
 
 /// Refuses the first value that cannot work, by its key.
 pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
-    let upstream: Result<hyper::Uri, _> = config.proxy.upstream.parse();
-    let usable = upstream.is_ok_and(|uri| {
-        uri.scheme_str() == Some("http")
-            && uri.host().is_some()
-            && matches!(uri.path(), "/" | "")
-            && uri.query().is_none()
-    });
+    if let Err(error) = config.proxy.upstream.parse::<UpstreamAddress>() {
+        return Err(refused("proxy.upstream", &config.proxy.upstream, &error.to_string()));
+    }
+    let proxy = &config.proxy;
     require(
-        usable,
-        "proxy.upstream",
-        &config.proxy.upstream,
-        "give vLLM's address as http://HOST:PORT, without a path",
+        proxy.tls_certificate_file.is_some() == proxy.tls_key_file.is_some(),
+        "proxy.tls_key_file",
+        &proxy.tls_key_file,
+        "set tls_certificate_file and tls_key_file together",
     )?;
+    positive("proxy.connect_seconds", proxy.connect_seconds)?;
 
     for route in &config.proxy.allow_routes {
         let plain = route.starts_with('/') && !route.contains(['?', '#', '%']);
@@ -49,7 +47,6 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
         "choose from 0 up to, not including, 1",
     )?;
 
-    let proxy = &config.proxy;
     positive("proxy.max_request_bytes", proxy.max_request_bytes as u64)?;
     positive("proxy.max_recorded_bytes", proxy.max_recorded_bytes as u64)?;
     let record = &config.record;
@@ -123,8 +120,9 @@ fn positive(key: &'static str, value: u64) -> Result<(), ConfigError> {
 }
 
 fn require(holds: bool, key: &'static str, value: &dyn Debug, remedy: &str) -> Result<(), ConfigError> {
-    if holds {
-        return Ok(());
-    }
-    Err(ConfigError::Value { key, value: format!("{value:?}"), remedy: remedy.to_owned() })
+    if holds { Ok(()) } else { Err(refused(key, value, remedy)) }
+}
+
+fn refused(key: &'static str, value: &dyn Debug, remedy: &str) -> ConfigError {
+    ConfigError::Value { key, value: format!("{value:?}"), remedy: remedy.to_owned() }
 }

@@ -14,6 +14,9 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 mod check;
+mod upstream;
+
+pub use upstream::{UpstreamAddress, UpstreamAddressError};
 
 /// The prefix of environment variables; two underscores stand for the dot of a key.
 const ENVIRONMENT_PREFIX: &str = "DRAFTSMITH_";
@@ -52,8 +55,20 @@ pub struct Config {
 pub struct ProxyConfig {
     /// The address that clients use.
     pub listen: SocketAddr,
-    /// vLLM's own address: `http://HOST:PORT`, no path.
+    /// vLLM's own address: `http://HOST:PORT`, `https://HOST:PORT` or `unix:/PATH`.
     pub upstream: String,
+    /// Certificates (PEM) of authorities for an upstream behind TLS; none: the system's.
+    pub upstream_ca_file: Option<PathBuf>,
+    /// A file with the key that vLLM was started with (`--api-key`), which takes the place of the clients' own.
+    pub upstream_key_file: Option<PathBuf>,
+    /// The client port's certificate and those between it and its authority (PEM); with `tls_key_file`: TLS on that port.
+    pub tls_certificate_file: Option<PathBuf>,
+    /// Its key (PEM).
+    pub tls_key_file: Option<PathBuf>,
+    /// The hashes of the clients' keys, made by `draftsmith keys new`; none: no client needs a key.
+    pub client_keys_file: Option<PathBuf>,
+    /// What becomes of a client's `Authorization` and `x-api-key`.
+    pub authorization: Authorization,
     /// Which of vLLM's routes the client port passes; the others are answered 403.
     pub routes: Routes,
     /// More paths to pass, control routes too, as vLLM spells them; `{}` stands for one segment: `/metrics`,
@@ -63,8 +78,32 @@ pub struct ProxyConfig {
     pub max_request_bytes: usize,
     /// The largest part of an answer that is kept for recording, in bytes. The client always gets all of it.
     pub max_recorded_bytes: usize,
+    /// How long a connection to vLLM may take, in seconds.
+    pub connect_seconds: u64,
+    /// How long a client may be silent within its request's body, in seconds; 0: for ever.
+    pub client_body_seconds: u64,
+    /// How long vLLM may take to begin an answer, in seconds; 0: for ever. An answer that is not streamed begins when it
+    /// is whole.
+    pub first_byte_seconds: u64,
+    /// How long vLLM may be silent within an answer, in seconds; 0: for ever.
+    pub between_chunks_seconds: u64,
+    /// A silent stream of events gets a comment line each time this many seconds passed, against idle timeouts on the way
+    /// to the client; 0: never. Clients then get more than vLLM's bytes.
+    pub sse_keep_alive_seconds: u64,
     /// How long streams may finish after SIGTERM, in seconds.
     pub drain_seconds: u64,
+}
+
+/// What becomes of a client's credentials.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Authorization {
+    /// Dropped where `client_keys_file` is set, for they are draftsmith's then; else passed to vLLM.
+    Auto,
+    /// Passed to vLLM.
+    Pass,
+    /// Dropped.
+    Drop,
 }
 
 /// Which of vLLM's routes clients reach.
@@ -96,6 +135,8 @@ pub enum TokenIds {
 pub struct ControlConfig {
     /// Must be a loopback address.
     pub listen: SocketAddr,
+    /// The hashes of the operators' keys, made by `draftsmith keys new`; none: the port needs no key.
+    pub keys_file: Option<PathBuf>,
 }
 
 /// Where everything that is kept lives.
@@ -252,10 +293,21 @@ impl Default for ProxyConfig {
         Self {
             listen: SocketAddr::from(([127, 0, 0, 1], 8080)),
             upstream: "http://127.0.0.1:8000".to_owned(),
+            upstream_ca_file: None,
+            upstream_key_file: None,
+            tls_certificate_file: None,
+            tls_key_file: None,
+            client_keys_file: None,
+            authorization: Authorization::Auto,
             routes: Routes::Inference,
             allow_routes: Vec::new(),
             max_request_bytes: 32 << 20,
             max_recorded_bytes: 64 << 20,
+            connect_seconds: 5,
+            client_body_seconds: 90,
+            first_byte_seconds: 0,
+            between_chunks_seconds: 0,
+            sse_keep_alive_seconds: 0,
             drain_seconds: 60,
         }
     }
@@ -263,7 +315,7 @@ impl Default for ProxyConfig {
 
 impl Default for ControlConfig {
     fn default() -> Self {
-        Self { listen: SocketAddr::from(([127, 0, 0, 1], 8081)) }
+        Self { listen: SocketAddr::from(([127, 0, 0, 1], 8081)), keys_file: None }
     }
 }
 
@@ -451,6 +503,9 @@ mod tests {
         let cases = [
             ("proxy.upstream", "[proxy]\nupstream = \"127.0.0.1:8000\"\n"),
             ("proxy.upstream", "[proxy]\nupstream = \"http://127.0.0.1:8000/v1\"\n"),
+            ("proxy.upstream", "[proxy]\nupstream = \"unix:vllm.sock\"\n"),
+            ("proxy.tls_key_file", "[proxy]\ntls_certificate_file = \"cert.pem\"\n"),
+            ("proxy.connect_seconds", "[proxy]\nconnect_seconds = 0\n"),
             ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/metrics\", \"v1/x\"]\n"),
             ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/x?y=1\"]\n"),
             ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/v1/files/{id}\"]\n"),

@@ -8,7 +8,8 @@
 //! | `POST /v1/flush` | seals what was recorded so far into Parquet, 204 when it is there |
 //! | `POST /v1/forget` | removes rows and their states; the question of `draftsmith records forget` |
 //!
-//! The port binds to loopback alone (checked in `config`): it is an operator's door, never a client's.
+//! The port binds to loopback alone (checked in `config`): it is an operator's door, never a client's. With a key file
+//! every route but `/healthz` needs a key of its own, `Authorization: Bearer KEY`.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -23,6 +24,8 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use tokio::net::TcpListener;
+
+use crate::keys::KeyFile;
 
 /// What one part of the sidecar reports to `/readyz`.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -62,6 +65,7 @@ pub async fn serve(
     listener: TcpListener,
     controlled: Arc<dyn Controlled>,
     metrics: PrometheusHandle,
+    keys: Option<Arc<KeyFile>>,
     shutdown: impl Future<Output = ()>,
 ) {
     let mut shutdown = std::pin::pin!(shutdown);
@@ -79,9 +83,10 @@ pub async fn serve(
         };
         let controlled = controlled.clone();
         let metrics = metrics.clone();
+        let keys = keys.clone();
         tokio::spawn(async move {
             let service = hyper::service::service_fn(move |request| {
-                answer(request, controlled.clone(), metrics.clone())
+                answer(request, controlled.clone(), metrics.clone(), keys.clone())
             });
             let connection = auto::Builder::new(TokioExecutor::new());
             if let Err(error) = connection.serve_connection(TokioIo::new(stream), service).await {
@@ -95,9 +100,16 @@ async fn answer(
     request: Request<Incoming>,
     controlled: Arc<dyn Controlled>,
     metrics: PrometheusHandle,
+    keys: Option<Arc<KeyFile>>,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
+    let admitted = keys.is_none_or(|file| file.admits(request.headers()));
     let response = match (request.method(), request.uri().path()) {
         (&Method::GET, "/healthz") => text(StatusCode::OK, "ok\n"),
+        _ if !admitted => {
+            let error =
+                "no valid key was given; send one of control.keys_file as `Authorization: Bearer KEY`";
+            json(StatusCode::UNAUTHORIZED, &serde_json::json!({ "error": error }))
+        }
         (&Method::GET, "/readyz") => {
             let reports = controlled.readiness().await;
             let ready = reports.iter().all(|report| report.ready);

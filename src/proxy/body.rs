@@ -2,7 +2,8 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http_body_util::{Either, Full};
@@ -12,6 +13,8 @@ use jiff::Timestamp;
 
 use super::observer::{Begun, Endpoint, Exchange, Observer, Source};
 use super::routes::Route;
+use super::silence::{COMMENT, Due, Silence};
+use super::upstream::Lease;
 use crate::openai::Status;
 use crate::openai::ids::StreamRestorer;
 
@@ -146,6 +149,12 @@ impl Flight {
         };
     }
 
+    /// An upgraded connection carried so much to the client.
+    pub(super) fn tunnelled(&mut self, to_client: u64) {
+        self.received_bytes += to_client;
+        self.sent_bytes += to_client;
+    }
+
     pub(super) fn ended(&mut self, transfer: Status) {
         self.transfer = transfer;
     }
@@ -191,43 +200,86 @@ impl Drop for Flight {
 /// The body that the client gets: made or restored here and whole, or passed on chunk by chunk.
 pub(super) type ClientBody = Either<Full<Bytes>, Passing>;
 
+/// Why an answer breaks off.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PassError {
+    #[error("vLLM's answer broke off ({0})")]
+    Upstream(#[from] hyper::Error),
+    #[error("vLLM was silent for {0:?} in the middle of an answer")]
+    Silent(Duration),
+}
+
 /// vLLM's answer on its way.
 pub(super) struct Passing {
     upstream: Incoming,
+    lease: Option<Lease>,
     restorer: Option<StreamRestorer>,
+    silence: Option<Silence>,
     over: bool,
     flight: Flight,
 }
 
 impl Passing {
-    pub(super) fn new(upstream: Incoming, restorer: Option<StreamRestorer>, flight: Flight) -> Self {
-        Self { upstream, restorer, over: false, flight }
+    pub(super) fn new(
+        upstream: Incoming,
+        lease: Lease,
+        restorer: Option<StreamRestorer>,
+        silence: Option<Silence>,
+        flight: Flight,
+    ) -> Self {
+        Self { upstream, lease: Some(lease), restorer, silence, over: false, flight }
+    }
+
+    /// The answer is whole, so its connection is free.
+    fn whole(&mut self) {
+        self.over = true;
+        self.flight.whole();
+        if let Some(lease) = self.lease.take() {
+            lease.give_back();
+        }
+    }
+
+    /// What happens while vLLM says nothing.
+    fn poll_silence(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, PassError>>> {
+        let Some(silence) = &mut self.silence else {
+            return Poll::Pending;
+        };
+        match ready!(silence.poll(context)) {
+            Due::Comment => {
+                self.flight.sent(COMMENT.len());
+                Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(COMMENT)))))
+            }
+            Due::End(limit) => {
+                self.over = true;
+                self.flight.ended(Status::UpstreamError);
+                Poll::Ready(Some(Err(PassError::Silent(limit))))
+            }
+        }
     }
 }
 
 impl Body for Passing {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = PassError;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+    ) -> Poll<Option<Result<Frame<Bytes>, PassError>>> {
         loop {
             if self.over {
                 return Poll::Ready(None);
             }
             let frame = match Pin::new(&mut self.upstream).poll_frame(context) {
-                Poll::Pending => return Poll::Pending,
+                Poll::Pending => return self.poll_silence(context),
                 Poll::Ready(Some(Ok(frame))) => frame,
                 Poll::Ready(Some(Err(error))) => {
                     self.over = true;
                     self.flight.ended(Status::Truncated);
-                    return Poll::Ready(Some(Err(error)));
+                    return Poll::Ready(Some(Err(error.into())));
                 }
                 Poll::Ready(None) => {
-                    self.over = true;
-                    self.flight.whole();
+                    self.whole();
                     let rest = self.restorer.as_mut().map(StreamRestorer::finish).unwrap_or_default();
                     if rest.is_empty() {
                         return Poll::Ready(None);
@@ -240,6 +292,9 @@ impl Body for Passing {
                 return Poll::Ready(Some(Ok(frame)));
             };
             self.flight.received(data);
+            if let Some(silence) = &mut self.silence {
+                silence.heard(data);
+            }
             let Some(restorer) = &mut self.restorer else {
                 self.flight.sent(data.len());
                 return Poll::Ready(Some(Ok(frame)));
@@ -265,7 +320,7 @@ impl Drop for Passing {
     fn drop(&mut self) {
         // With a known length hyper asks for no frame after the last.
         if !self.over && self.upstream.is_end_stream() {
-            self.flight.whole();
+            self.whole();
         }
     }
 }

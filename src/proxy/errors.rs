@@ -17,9 +17,12 @@ pub(super) fn error_response(status: StatusCode, message: &str) -> Response<Byte
 
 fn kind(status: StatusCode) -> &'static str {
     match status {
+        StatusCode::UNAUTHORIZED => "AuthenticationError",
         StatusCode::FORBIDDEN => "PermissionDeniedError",
+        StatusCode::REQUEST_TIMEOUT => "RequestTimeoutError",
         StatusCode::PAYLOAD_TOO_LARGE => "RequestEntityTooLargeError",
         StatusCode::BAD_GATEWAY => "BadGatewayError",
+        StatusCode::GATEWAY_TIMEOUT => "GatewayTimeoutError",
         _ => "BadRequestError",
     }
 }

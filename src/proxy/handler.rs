@@ -1,5 +1,6 @@
 //! What happens to one request.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,17 +9,25 @@ use http_body_util::{BodyExt, Either, Full};
 use hyper::body::{Body, Incoming};
 use hyper::header::{self, HeaderValue};
 use hyper::http::request::Parts;
-use hyper::{HeaderMap, Method, Request, Response, StatusCode, Uri};
+use hyper::http::uri::PathAndQuery;
+use hyper::upgrade::OnUpgrade;
+use hyper::{HeaderMap, Method, Request, Response, StatusCode};
 use jiff::Timestamp;
 
+use super::access::Access;
 use super::body::{ClientBody, Flight, Passing, Recording};
 use super::errors::error_response;
 use super::headers::{self, REQUEST_ID};
 use super::ids::RequestIds;
 use super::observer::{Begun, Endpoint, Observer};
+use super::request_body::{BodyFailure, Patient, read_whole};
 use super::routes::{Route, route};
-use super::upstream::{Head, Upstream};
-use crate::config::Routes;
+use super::silence::Silence;
+use super::tls::{ServerTls, TlsError, TlsFiles};
+use super::tunnel::{Tunnels, is_websocket, upgrade_headers};
+use super::upstream::{Head, Lease, SendError, Upstream};
+use crate::config::{Authorization, Routes, UpstreamAddress};
+use crate::keys::KeysError;
 use crate::openai::exchange::is_event_stream;
 use crate::openai::ids::{StreamRestorer, ask_for_ids, restore_json};
 use crate::openai::{Dialect, Status};
@@ -26,8 +35,17 @@ use crate::openai::{Dialect, Status};
 /// How the proxy is set up.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProxyOptions {
-    /// vLLM's address, `http://host:port`; a path goes before each request's path.
-    pub upstream: Uri,
+    pub upstream: UpstreamAddress,
+    /// Certificates of authorities for an upstream behind TLS, in place of the system's.
+    pub upstream_ca: Option<PathBuf>,
+    /// A file with the key that vLLM was started with; it takes the place of the clients' own.
+    pub upstream_key: Option<PathBuf>,
+    /// TLS on the client port.
+    pub tls: Option<TlsFiles>,
+    /// The key file of the clients. None: no client needs a key.
+    pub client_keys: Option<PathBuf>,
+    /// What becomes of the clients' `Authorization`.
+    pub authorization: Authorization,
     /// Which of vLLM's routes pass.
     pub routes: Routes,
     /// More paths that pass, as vLLM spells them; `{}` stands for one segment.
@@ -39,21 +57,39 @@ pub struct ProxyOptions {
     /// How much of an answer is captured, in bytes. The client always gets all of it.
     pub max_capture_bytes: usize,
     pub connect_timeout: Duration,
+    /// How long a client may be silent within its request's body.
+    pub client_body_timeout: Option<Duration>,
+    /// How long vLLM may take to begin an answer.
+    pub first_byte_timeout: Option<Duration>,
+    /// How long vLLM may be silent within an answer.
+    pub between_chunks_timeout: Option<Duration>,
+    /// How often a silent stream of events gets a comment, against idle timeouts on the way to the client.
+    pub sse_keep_alive: Option<Duration>,
     /// How long open requests may still run after the shutdown signal.
     pub drain_timeout: Duration,
 }
 
 impl ProxyOptions {
-    /// The defaults: 32 MiB requests, 64 MiB captured, 5 s to connect, 30 s to drain, inference routes alone.
-    pub fn new(upstream: Uri) -> Self {
+    /// The defaults: 32 MiB requests, 64 MiB captured, 5 s to connect, 90 s for a silent client, vLLM may be silent for
+    /// ever, 30 s to drain, inference routes alone, no TLS and no keys.
+    pub fn new(upstream: UpstreamAddress) -> Self {
         Self {
             upstream,
+            upstream_ca: None,
+            upstream_key: None,
+            tls: None,
+            client_keys: None,
+            authorization: Authorization::Auto,
             routes: Routes::Inference,
             allow_routes: Vec::new(),
             inject_token_ids: false,
             max_request_bytes: 32 << 20,
             max_capture_bytes: 64 << 20,
             connect_timeout: Duration::from_secs(5),
+            client_body_timeout: Some(Duration::from_secs(90)),
+            first_byte_timeout: None,
+            between_chunks_timeout: None,
+            sse_keep_alive: None,
             drain_timeout: Duration::from_secs(30),
         }
     }
@@ -62,46 +98,88 @@ impl ProxyOptions {
 /// Why the proxy cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum ProxyError {
-    #[error("the upstream {0:?} is no plain HTTP address; give it as http://host:port")]
-    Upstream(String),
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    #[error(transparent)]
+    Keys(#[from] KeysError),
+    #[error("upstream key file {path}: {reason}")]
+    UpstreamKey { path: PathBuf, reason: String },
 }
 
 /// The proxy. Cheap to share behind an `Arc`; it binds nothing until [`Proxy::serve`].
 pub struct Proxy {
     pub(super) options: ProxyOptions,
+    pub(super) tls: Option<ServerTls>,
+    pub(super) tunnels: Tunnels,
+    pub(super) upstream: Upstream,
     observer: Arc<dyn Observer>,
-    upstream: Upstream,
+    access: Access,
     host: HeaderValue,
     ids: RequestIds,
 }
 
-/// Why the client's body could not be read whole.
-enum BodyFailure {
-    TooLarge,
-    ClientLeft(hyper::Error),
-}
-
 impl Proxy {
     pub fn new(options: ProxyOptions, observer: Arc<dyn Observer>) -> Result<Self, ProxyError> {
-        let refused = || ProxyError::Upstream(options.upstream.to_string());
-        if options.upstream.scheme_str() != Some("http") || options.upstream.query().is_some() {
-            return Err(refused());
-        }
-        let given = options.upstream.authority().ok_or_else(refused)?;
-        // Credentials in the address would end up in the Host header.
-        if given.as_str().contains('@') {
-            return Err(refused());
-        }
-        let host = HeaderValue::from_str(given.as_str()).map_err(|_| refused())?;
-        let prefix = options.upstream.path().trim_end_matches('/').to_owned();
-        let upstream = Upstream::new(given.clone(), prefix, options.connect_timeout);
-        Ok(Self { options, observer, upstream, host, ids: RequestIds::default() })
+        let upstream = Upstream::new(
+            options.upstream.clone(),
+            options.upstream_ca.as_deref(),
+            options.connect_timeout,
+            options.first_byte_timeout,
+        )?;
+        let host_header = options.upstream.host_header();
+        let host = HeaderValue::try_from(&host_header).map_err(|_| TlsError::Name(host_header))?;
+        Ok(Self {
+            tls: options.tls.clone().map(ServerTls::open).transpose()?,
+            tunnels: Tunnels::default(),
+            upstream,
+            observer,
+            access: Access::open(&options)?,
+            host,
+            ids: RequestIds::default(),
+            options,
+        })
     }
 
-    pub(super) async fn handle(&self, request: Request<Incoming>) -> Response<ClientBody> {
+    /// The files that [`Proxy::reload`] reads.
+    pub fn watched_files(&self) -> Vec<PathBuf> {
+        let mut files = self.access.watched_files();
+        if let Some(tls) = &self.tls {
+            files.extend([tls.files().certificate.clone(), tls.files().key.clone()]);
+        }
+        files
+    }
+
+    /// Reads keys and certificates again; open connections go on. What cannot be used leaves what was there in force.
+    pub fn reload(&self) {
+        self.access.reload();
+        let Some(tls) = &self.tls else { return };
+        match tls.reload() {
+            Ok(true) => tracing::info!("new connections get the new certificate"),
+            Ok(false) => {}
+            Err(error) => tracing::warn!(%error, "the certificate of before stays in force"),
+        }
+    }
+
+    /// Asks vLLM how it is: the status of `GET /health`, or why there is none.
+    pub async fn probe(&self) -> Result<StatusCode, String> {
+        let mut headers = HeaderMap::new();
+        headers.insert(header::HOST, self.host.clone());
+        let head = Head { method: Method::GET, target: PathAndQuery::from_static("/health"), headers };
+        match self.upstream.send(head, whole(Bytes::new())).await {
+            Ok((response, _)) => Ok(response.status()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    pub(super) async fn handle(&self, mut request: Request<Incoming>) -> Response<ClientBody> {
+        let asks_for_websocket = request.method() == Method::GET && is_websocket(request.headers());
+        let upgrade = asks_for_websocket.then(|| hyper::upgrade::on(&mut request));
         let (parts, body) = request.into_parts();
         let path = parts.uri.path();
         let found = route(&parts.method, path, self.options.routes, &self.options.allow_routes);
+        if !self.access.admits(&parts.method, path, &parts.headers) {
+            return unauthorized(Flight::new(Route::Refused));
+        }
         let flight = Flight::new(found);
         if found == Route::Refused {
             let message = format!(
@@ -110,41 +188,65 @@ impl Proxy {
             );
             return own_answer(flight, StatusCode::FORBIDDEN, &message, Status::ClientError);
         }
-        let target = Some(&parts.uri).filter(|_| parts.method != Method::CONNECT);
-        let Some(uri) = target.and_then(|uri| self.upstream.uri_for(uri)) else {
+        let Some(target) = Some(&parts).filter(|_| parts.method != Method::CONNECT).and_then(target_of)
+        else {
             let message =
                 format!("the request target {} has no path; ask for a path on this server", parts.uri);
             return own_answer(flight, StatusCode::BAD_REQUEST, &message, Status::ClientError);
         };
         let mut head = Head {
             method: parts.method.clone(),
-            uri,
-            headers: headers::for_upstream(&parts.headers, &self.host),
+            target,
+            headers: headers::for_upstream(&parts.headers, &self.host, parts.version),
         };
+        self.access.set_upstream_credentials(&mut head.headers);
+        let client_body = Patient::new(body, self.options.client_body_timeout);
         if let Route::Recorded(endpoint) = found {
-            return self.handle_recorded(endpoint, parts, body, head, flight).await;
+            return self.handle_recorded(endpoint, parts, client_body, head, flight).await;
         }
         if parts.method == Method::POST {
             // Other routes that generate would else be free to take the id of a recorded request.
             set_request_id(&mut head.headers, &self.ids.choose(&parts.headers));
         }
-        self.pass(&head, body, flight).await
+        match upgrade {
+            Some(client) => self.upgrade(client, head, flight).await,
+            None => self.pass(head, client_body, flight).await,
+        }
     }
 
     /// Both bodies stream through, and nothing is kept.
-    async fn pass(&self, head: &Head, body: Incoming, flight: Flight) -> Response<ClientBody> {
+    async fn pass(&self, head: Head, body: Patient, flight: Flight) -> Response<ClientBody> {
         let upstream_body = if body.is_end_stream() { whole(Bytes::new()) } else { Either::Right(body) };
         match self.upstream.send(head, upstream_body).await {
-            Ok(response) => pass_on(response, None, flight),
+            Ok(answered) => self.pass_on(answered, None, flight),
             Err(error) => self.unreachable(flight, &error),
         }
+    }
+
+    /// Asks vLLM for a WebSocket on the client's behalf.
+    async fn upgrade(&self, client: OnUpgrade, mut head: Head, flight: Flight) -> Response<ClientBody> {
+        head.headers.extend(upgrade_headers());
+        let (mut response, lease) = match self.upstream.send(head, whole(Bytes::new())).await {
+            Ok(answered) => answered,
+            Err(error) => return self.unreachable(flight, &error),
+        };
+        if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return self.pass_on((response, lease), None, flight);
+        }
+        let vllm = hyper::upgrade::on(&mut response);
+        let mut kept = headers::end_to_end(response.headers());
+        kept.extend(upgrade_headers());
+        let mut upgraded = flight;
+        upgraded.answered(StatusCode::SWITCHING_PROTOCOLS.as_u16(), response.headers());
+        self.tunnels.open(client, vllm, lease, upgraded);
+        answer(StatusCode::SWITCHING_PROTOCOLS, kept, whole(Bytes::new()))
     }
 
     async fn handle_recorded(
         &self,
         endpoint: Endpoint,
         parts: Parts,
-        body: Incoming,
+        body: Patient,
         mut head: Head,
         mut flight: Flight,
     ) -> Response<ClientBody> {
@@ -152,12 +254,15 @@ impl Proxy {
         set_request_id(&mut head.headers, &request_id);
         let begun = Begun { request_id: &request_id, endpoint, received_at: Timestamp::now() };
         if !self.observer.wants(begun, &parts.headers) {
-            return self.pass(&head, body, flight).await;
+            return self.pass(head, body, flight).await;
         }
         // The record needs the answer as text.
         head.headers.remove(header::ACCEPT_ENCODING);
         // Set anew from the body that is sent.
         head.headers.remove(header::CONTENT_LENGTH);
+        // Whatever came after the body is not kept, as the body is sent anew.
+        head.headers.remove(header::TRAILER);
+        let waits_for_leave = parts.headers.contains_key(header::EXPECT);
         let observer = self.observer.clone();
         flight.record(Recording::new(
             observer,
@@ -166,25 +271,9 @@ impl Proxy {
             parts.headers,
             self.options.max_capture_bytes,
         ));
-        let client_body = match read_whole(body, self.options.max_request_bytes).await {
+        let client_body = match read_whole(body, self.options.max_request_bytes, waits_for_leave).await {
             Ok(bytes) => bytes,
-            Err(BodyFailure::TooLarge) => {
-                let message = format!(
-                    "the request body is larger than {} bytes; send a smaller one, or raise the proxy's request limit",
-                    self.options.max_request_bytes
-                );
-                return own_answer(flight, StatusCode::PAYLOAD_TOO_LARGE, &message, Status::ClientError);
-            }
-            Err(BodyFailure::ClientLeft(error)) => {
-                tracing::debug!(%error, "the client's request body broke off");
-                // Most often nobody is left to read this; then the account says cancelled.
-                return own_answer(
-                    flight,
-                    StatusCode::BAD_REQUEST,
-                    "the request body broke off",
-                    Status::Cancelled,
-                );
-            }
+            Err(failure) => return body_failed(flight, &failure),
         };
         flight.request_body(&client_body);
         let encoded = head.headers.contains_key(header::CONTENT_ENCODING);
@@ -195,68 +284,116 @@ impl Proxy {
             None
         };
         let Some(edited) = injected else {
-            return match self.upstream.send(&head, whole(client_body)).await {
-                Ok(response) => pass_on(response, None, flight),
+            return match self.upstream.send(head, whole(client_body)).await {
+                Ok(answered) => self.pass_on(answered, None, flight),
                 Err(error) => self.unreachable(flight, &error),
             };
         };
-        let response = match self.upstream.send(&head, whole(Bytes::from(edited))).await {
-            Ok(response) => response,
+        let (response, lease) = match self.upstream.send(head.clone(), whole(Bytes::from(edited))).await {
+            Ok(answered) => answered,
             Err(error) => return self.unreachable(flight, &error),
         };
         if matches!(response.status(), StatusCode::BAD_REQUEST | StatusCode::UNPROCESSABLE_ENTITY) {
             // vLLM's words on a bad request speak of its fields ("dict of 2 items", byte positions): let it judge the
             // client's own body.
-            drop(response);
-            return match self.upstream.send(&head, whole(client_body)).await {
-                Ok(second) => pass_on(second, None, flight),
+            drop((response, lease));
+            return match self.upstream.send(head, whole(client_body)).await {
+                Ok(second) => self.pass_on(second, None, flight),
                 Err(error) => self.unreachable(flight, &error),
             };
         }
         let encoded_answer = response.headers().contains_key(header::CONTENT_ENCODING);
         if response.status() != StatusCode::OK || encoded_answer {
-            return pass_on(response, None, flight);
+            return self.pass_on((response, lease), None, flight);
         }
         if is_event_stream(content_type(response.headers())) {
             let restorer = StreamRestorer::new(self.options.max_capture_bytes);
-            return pass_on(response, Some(restorer), flight);
+            return self.pass_on((response, lease), Some(restorer), flight);
         }
-        restore_whole(response, flight).await
+        restore_whole(response, lease, flight).await
     }
 
-    fn unreachable(&self, flight: Flight, error: &hyper_util::client::legacy::Error) -> Response<ClientBody> {
-        let authority = self.upstream.authority();
-        let cause = innermost(error);
-        tracing::warn!(upstream = %authority, error = %cause, "vLLM gave no answer");
-        let message = if error.is_connect() {
-            format!(
-                "vLLM at {authority} cannot be reached ({cause}); see that it runs and that the upstream address is right"
-            )
-        } else {
-            format!("vLLM at {authority} closed the connection before it answered ({cause}); see vLLM's log")
+    /// Passes vLLM's answer on, chunk by chunk.
+    fn pass_on(
+        &self,
+        (response, lease): (Response<Incoming>, Lease),
+        restorer: Option<StreamRestorer>,
+        mut flight: Flight,
+    ) -> Response<ClientBody> {
+        let (parts, body) = response.into_parts();
+        flight.answered(parts.status.as_u16(), &parts.headers);
+        let mut kept = headers::end_to_end(&parts.headers);
+        let takes_comments = is_event_stream(content_type(&parts.headers))
+            && !parts.headers.contains_key(header::CONTENT_ENCODING);
+        let comment_every = self.options.sse_keep_alive.filter(|_| takes_comments);
+        if restorer.is_some() || comment_every.is_some() {
+            kept.remove(header::CONTENT_LENGTH);
+        }
+        let silence = Silence::new(self.options.between_chunks_timeout, comment_every);
+        // An answer to HEAD ends with its head though its length speaks of more.
+        answer(parts.status, kept, Either::Right(Passing::new(body, lease, restorer, silence, flight)))
+    }
+
+    fn unreachable(&self, flight: Flight, error: &SendError) -> Response<ClientBody> {
+        let address = self.upstream.address();
+        if let SendError::Body(failure) = error {
+            return body_failed(flight, failure);
+        }
+        tracing::warn!(upstream = %address, %error, "vLLM gave no answer");
+        let (status, remedy) = match error {
+            SendError::Connect(_) => {
+                (StatusCode::BAD_GATEWAY, "see that it runs and that the upstream address is right")
+            }
+            SendError::Silent(_) => (StatusCode::GATEWAY_TIMEOUT, "raise proxy.first_byte_seconds"),
+            SendError::Closed(_) | SendError::Body(_) => (StatusCode::BAD_GATEWAY, "see vLLM's log"),
         };
-        own_answer(flight, StatusCode::BAD_GATEWAY, &message, Status::UpstreamError)
+        let message = format!("vLLM at {address} {error}; {remedy}");
+        own_answer(flight, status, &message, Status::UpstreamError)
     }
 }
 
-/// Passes vLLM's answer on, chunk by chunk.
-fn pass_on(
-    response: Response<Incoming>,
-    restorer: Option<StreamRestorer>,
-    mut flight: Flight,
-) -> Response<ClientBody> {
-    let (parts, body) = response.into_parts();
-    flight.answered(parts.status.as_u16(), &parts.headers);
-    let mut kept = headers::end_to_end(&parts.headers);
-    if restorer.is_some() {
-        kept.remove(header::CONTENT_LENGTH);
+/// vLLM's name for a request's target. None if it has no path (`*`, the authority form).
+fn target_of(parts: &Parts) -> Option<PathAndQuery> {
+    let found = parts.uri.path_and_query()?;
+    if found.as_str().starts_with('?') {
+        return format!("/{}", found.as_str()).parse().ok();
     }
-    // An answer to HEAD ends with its head though its length speaks of more.
-    answer(parts.status, kept, Either::Right(Passing::new(body, restorer, flight)))
+    found.as_str().starts_with('/').then(|| found.clone())
+}
+
+fn unauthorized(flight: Flight) -> Response<ClientBody> {
+    let message = "no valid API key was given; send one as `Authorization: Bearer KEY`";
+    let mut refusal = own_answer(flight, StatusCode::UNAUTHORIZED, message, Status::ClientError);
+    refusal.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    refusal
+}
+
+/// The answer to a request whose body did not come whole.
+fn body_failed(flight: Flight, failure: &BodyFailure) -> Response<ClientBody> {
+    tracing::debug!(%failure, "a request's body was not taken");
+    let (status, remedy, transfer) = match failure {
+        BodyFailure::TooLarge { .. } => (
+            StatusCode::PAYLOAD_TOO_LARGE,
+            "send a smaller one, or raise proxy.max_request_bytes",
+            Status::ClientError,
+        ),
+        BodyFailure::Silent(_) => (
+            StatusCode::REQUEST_TIMEOUT,
+            "send it without pauses, or raise proxy.client_body_seconds",
+            Status::ClientError,
+        ),
+        // Most often nobody is left to read this; then the account says cancelled.
+        BodyFailure::ClientLeft(_) => (StatusCode::BAD_REQUEST, "send it whole", Status::Cancelled),
+    };
+    own_answer(flight, status, &format!("{failure}; {remedy}"), transfer)
 }
 
 /// Takes the ids out of an answer that comes whole; its length changes, so it must be whole first.
-async fn restore_whole(response: Response<Incoming>, mut flight: Flight) -> Response<ClientBody> {
+async fn restore_whole(
+    response: Response<Incoming>,
+    lease: Lease,
+    mut flight: Flight,
+) -> Response<ClientBody> {
     let (parts, mut body) = response.into_parts();
     flight.answered(parts.status.as_u16(), &parts.headers);
     let mut received = BytesMut::new();
@@ -278,6 +415,7 @@ async fn restore_whole(response: Response<Incoming>, mut flight: Flight) -> Resp
             }
         }
     }
+    lease.give_back();
     let restored = restore_json(&received);
     let mut kept = headers::end_to_end(&parts.headers);
     kept.remove(header::CONTENT_LENGTH);
@@ -320,40 +458,4 @@ fn set_request_id(kept: &mut HeaderMap, request_id: &str) {
 
 fn content_type(kept: &HeaderMap) -> Option<&str> {
     kept.get(header::CONTENT_TYPE)?.to_str().ok()
-}
-
-async fn read_whole(mut body: Incoming, limit: usize) -> Result<Bytes, BodyFailure> {
-    // A client that is still sending when the connection is closed never reads the refusal. So a body that is somewhat
-    // too large is read to its end, and thrown away.
-    let most = (limit as u64).saturating_mul(2);
-    if body.size_hint().lower() > most {
-        return Err(BodyFailure::TooLarge);
-    }
-    let mut seen = 0u64;
-    let mut kept = BytesMut::new();
-    while let Some(next) = body.frame().await {
-        let frame = next.map_err(BodyFailure::ClientLeft)?;
-        let Some(data) = frame.data_ref() else {
-            continue;
-        };
-        seen += data.len() as u64;
-        if seen > most {
-            return Err(BodyFailure::TooLarge);
-        }
-        if seen <= limit as u64 {
-            kept.extend_from_slice(data);
-        }
-    }
-    if seen > limit as u64 {
-        return Err(BodyFailure::TooLarge);
-    }
-    Ok(kept.freeze())
-}
-
-fn innermost(error: &dyn std::error::Error) -> String {
-    let mut current = error;
-    while let Some(source) = current.source() {
-        current = source;
-    }
-    current.to_string()
 }

@@ -1,7 +1,7 @@
 //! Header rules of RFC 9110, section 7.6: what speaks of one connection is not passed on to the next.
 
-use hyper::HeaderMap;
-use hyper::header::{self, HeaderName, HeaderValue};
+use hyper::header::{self, HeaderMap, HeaderName, HeaderValue};
+use hyper::http::Version;
 
 /// Headers with this start are for draftsmith and never reach vLLM.
 pub(super) const OWN_PREFIX: &str = "x-draftsmith-";
@@ -9,14 +9,14 @@ pub(super) const CONVERSATION: &str = "x-draftsmith-conversation";
 pub(super) const SOURCE: &str = "x-draftsmith-source";
 pub(super) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-const HOP_BY_HOP: [&str; 9] = [
+/// `Trailer` is not among them: it names what comes after the body, which is passed on too.
+const HOP_BY_HOP: [&str; 8] = [
     "connection",
     "keep-alive",
     "proxy-connection",
     "proxy-authenticate",
     "proxy-authorization",
     "te",
-    "trailer",
     "transfer-encoding",
     "upgrade",
 ];
@@ -43,8 +43,8 @@ pub(super) fn end_to_end(headers: &HeaderMap) -> HeaderMap {
     kept
 }
 
-/// The headers for vLLM.
-pub(super) fn for_upstream(headers: &HeaderMap, host: &HeaderValue) -> HeaderMap {
+/// The headers for vLLM, from a request that came in `version`.
+pub(super) fn for_upstream(headers: &HeaderMap, host: &HeaderValue, version: Version) -> HeaderMap {
     let mut kept = end_to_end(headers);
     let own: Vec<HeaderName> =
         kept.keys().filter(|name| name.as_str().starts_with(OWN_PREFIX)).cloned().collect();
@@ -54,8 +54,40 @@ pub(super) fn for_upstream(headers: &HeaderMap, host: &HeaderValue) -> HeaderMap
     // hyper has answered it already.
     kept.remove(header::EXPECT);
     kept.insert(header::HOST, host.clone());
-    kept.append(header::VIA, HeaderValue::from_static("1.1 draftsmith"));
+    if lists(headers, &header::TE, "trailers") {
+        kept.insert(header::TE, HeaderValue::from_static("trailers"));
+        kept.insert(header::CONNECTION, HeaderValue::from_static("te"));
+    }
+    if version == Version::HTTP_2 {
+        join_cookies(&mut kept);
+    }
+    kept.append(header::VIA, HeaderValue::from_static(via(version)));
     kept
+}
+
+/// HTTP/2 lets a client cut its cookies into many fields; HTTP/1.1 knows one (RFC 9113, section 8.2.3).
+fn join_cookies(headers: &mut HeaderMap) {
+    let cookies: Vec<&[u8]> = headers.get_all(header::COOKIE).iter().map(HeaderValue::as_bytes).collect();
+    if cookies.len() < 2 {
+        return;
+    }
+    if let Ok(joined) = HeaderValue::from_bytes(&cookies.join(b"; ".as_slice())) {
+        headers.insert(header::COOKIE, joined);
+    }
+}
+
+fn via(version: Version) -> &'static str {
+    match version {
+        Version::HTTP_2 => "2 draftsmith",
+        Version::HTTP_10 => "1.0 draftsmith",
+        _ => "1.1 draftsmith",
+    }
+}
+
+/// Whether one of the header's comma-separated words is this one.
+pub(super) fn lists(headers: &HeaderMap, name: &HeaderName, word: &str) -> bool {
+    let values = headers.get_all(name).iter().filter_map(|value| value.to_str().ok());
+    values.flat_map(|value| value.split(',')).any(|found| found.trim().eq_ignore_ascii_case(word))
 }
 
 /// The one value of a header of ours, if it is text and not empty.
@@ -75,7 +107,9 @@ mod tests {
             ("connection", "close, X-Hop"),
             ("connection", "content-length"),
             ("x-hop", "1"),
-            ("te", "trailers"),
+            ("te", "gzip;q=0.5, trailers"),
+            ("trailer", "x-checksum"),
+            ("keep-alive", "timeout=5"),
             ("upgrade", "h2c"),
             ("transfer-encoding", "chunked"),
             ("proxy-authorization", "secret"),
@@ -89,7 +123,7 @@ mod tests {
         ] {
             headers.append(HeaderName::from_static(name), HeaderValue::from_static(value));
         }
-        let sent = for_upstream(&headers, &HeaderValue::from_static("vllm:8000"));
+        let sent = for_upstream(&headers, &HeaderValue::from_static("vllm:8000"), Version::HTTP_11);
         let mut names: Vec<_> =
             sent.iter().map(|(name, value)| format!("{name}={}", value.to_str().unwrap())).collect();
         names.sort();
@@ -97,12 +131,27 @@ mod tests {
             names,
             [
                 "authorization=Bearer x",
+                "connection=te",
                 "content-length=5",
                 "cookie=a",
                 "cookie=b",
                 "host=vllm:8000",
+                "te=trailers",
+                "trailer=x-checksum",
                 "via=1.1 draftsmith"
             ]
         );
+    }
+
+    #[test]
+    fn cookies_of_http2_are_one_field() {
+        let mut headers = HeaderMap::new();
+        for cookie in ["a=1", "b=2", "c=3"] {
+            headers.append(header::COOKIE, HeaderValue::from_static(cookie));
+        }
+        let sent = for_upstream(&headers, &HeaderValue::from_static("vllm"), Version::HTTP_2);
+        let cookies: Vec<_> = sent.get_all(header::COOKIE).iter().collect();
+        assert_eq!(cookies, ["a=1; b=2; c=3"]);
+        assert_eq!(sent[header::VIA], "2 draftsmith");
     }
 }

@@ -8,14 +8,27 @@ use std::time::Duration;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use hyper_util::server::graceful::GracefulShutdown;
+use hyper_util::server::graceful::{GracefulShutdown, Watcher};
+use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 
+use super::connect::Duplex;
 use super::handler::Proxy;
 
 /// A client that takes longer for its request's head, or leaves its connection idle longer, is let go.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(90);
+
+/// A client that takes longer to agree on TLS is let go.
+const TLS_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A peer that vanished without a word is found by probes: the first after this silence...
+const PROBE_AFTER: Duration = Duration::from_secs(30);
+/// ...then one each time this passed; three without an answer end the connection.
+const PROBE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// How often connections to vLLM are looked through for idle ones.
+const IDLE_CHECK: Duration = Duration::from_secs(1);
 
 /// After a failed accept (most often: no file descriptor is free), the time until the next attempt. No event tells of a
 /// free descriptor.
@@ -31,8 +44,9 @@ pub enum Drained {
 }
 
 impl Proxy {
-    /// Serves HTTP/1.1 and HTTP/2 (prior knowledge) until `shutdown` is ready; then takes no more connections, lets open
-    /// requests finish within the drain timeout, and cuts the rest, whose exchanges end as cancelled.
+    /// Serves HTTP/1.1 and HTTP/2 (over TLS, or by prior knowledge) until `shutdown` is ready; then takes no more
+    /// connections, lets open requests finish within the drain timeout, and cuts the rest, whose exchanges end as
+    /// cancelled.
     pub async fn serve(
         self: Arc<Self>,
         listener: TcpListener,
@@ -40,50 +54,77 @@ impl Proxy {
     ) -> Drained {
         let graceful = GracefulShutdown::new();
         let mut connections = JoinSet::new();
+        let mut idle_check = tokio::time::interval(IDLE_CHECK);
         let mut stop = std::pin::pin!(shutdown);
         loop {
             tokio::select! {
                 () = &mut stop => break,
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => self.clone().spawn(stream, &graceful, &mut connections),
+                    Ok((stream, _)) => {
+                        connections.spawn(self.clone().serve_stream(stream, graceful.watcher()));
+                    }
                     Err(error) => pause_after(&error).await,
                 },
                 Some(_) = connections.join_next(), if !connections.is_empty() => {}
+                _ = idle_check.tick() => self.upstream.close_idle(),
             }
         }
         drop(listener);
-        let drained = tokio::time::timeout(self.options.drain_timeout, graceful.shutdown()).await;
+        let ended = async {
+            graceful.shutdown().await;
+            self.tunnels.closed().await;
+        };
+        let drained = tokio::time::timeout(self.options.drain_timeout, ended).await;
         let mut cut = 0;
         if drained.is_err() {
             while connections.try_join_next().is_some() {}
-            cut = connections.len();
+            cut = connections.len() + self.tunnels.cut();
             connections.abort_all();
         }
         // An aborted task has dropped its requests once it is joined.
         while connections.join_next().await.is_some() {}
+        self.tunnels.closed().await;
         if cut == 0 { Drained::Completely } else { Drained::Cut(cut) }
     }
 
-    fn spawn(self: Arc<Self>, stream: TcpStream, graceful: &GracefulShutdown, connections: &mut JoinSet<()>) {
-        if let Err(error) = stream.set_nodelay(true) {
+    async fn serve_stream(self: Arc<Self>, stream: TcpStream, watcher: Watcher) {
+        if let Err(error) = stream.set_nodelay(true).and_then(|()| keep_probing(&stream)) {
             tracing::debug!(%error, "a client left at once");
             return;
         }
+        let Some(tls) = &self.tls else {
+            return self.serve_connection(stream, watcher).await;
+        };
+        match tokio::time::timeout(TLS_TIMEOUT, tls.acceptor().accept(stream)).await {
+            Ok(Ok(secured)) => self.serve_connection(secured, watcher).await,
+            Ok(Err(error)) => tracing::debug!(%error, "a client did not agree on TLS"),
+            Err(_) => tracing::debug!("a client took too long to agree on TLS"),
+        }
+    }
+
+    async fn serve_connection(self: Arc<Self>, stream: impl Duplex + 'static, watcher: Watcher) {
         let mut builder = auto::Builder::new(TokioExecutor::new());
         builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
-        builder.http2().timer(TokioTimer::new());
+        builder
+            .http2()
+            .timer(TokioTimer::new())
+            .keep_alive_interval(PROBE_AFTER)
+            .keep_alive_timeout(3 * PROBE_INTERVAL);
         let service = service_fn(move |request| {
             let proxy = self.clone();
             async move { Ok::<_, Infallible>(proxy.handle(request).await) }
         });
-        let connection = builder.serve_connection(TokioIo::new(stream), service).into_owned();
-        let watched = graceful.watch(connection);
-        connections.spawn(async move {
-            if let Err(error) = watched.await {
-                tracing::debug!(%error, "a client connection ended early");
-            }
-        });
+        let connection = builder.serve_connection_with_upgrades(TokioIo::new(stream), service);
+        if let Err(error) = watcher.watch(connection.into_owned()).await {
+            tracing::debug!(%error, "a client connection ended early");
+        }
     }
+}
+
+/// Has the kernel find out when the peer is gone without a word, however long both sides are silent.
+pub(super) fn keep_probing(stream: &TcpStream) -> io::Result<()> {
+    let probes = TcpKeepalive::new().with_time(PROBE_AFTER).with_interval(PROBE_INTERVAL).with_retries(3);
+    SockRef::from(stream).set_tcp_keepalive(&probes)
 }
 
 async fn pause_after(error: &io::Error) {

@@ -1,224 +1,239 @@
-//! The client that speaks to vLLM.
+//! Sends requests to vLLM over kept connections.
 
+use std::error::Error;
 use std::io;
-use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::task::{Context, Poll};
-use std::time::Duration;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http_body_util::{Either, Full};
 use hyper::body::Incoming;
-use hyper::http::Extensions;
-use hyper::http::uri::{Authority, Scheme};
+use hyper::client::conn::http1::{self, SendRequest};
+use hyper::http::uri::PathAndQuery;
 use hyper::{HeaderMap, Method, Request, Response, Uri};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::{Connected, Connection, HttpConnector};
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
-use tokio::net::TcpStream;
+use hyper_util::rt::TokioIo;
+
+use super::connect::Connector;
+use super::request_body::{BodyFailure, Patient};
+use super::tls::TlsError;
+use crate::config::UpstreamAddress;
 
 /// vLLM closes a connection that was idle for 5 s; we let go before, so that it is seldom closed under a request.
-const POOL_IDLE: Duration = Duration::from_secs(4);
+const MOST_IDLE: Duration = Duration::from_secs(4);
 
 /// A request's body on its way to vLLM: whole, so that it can be sent a second time, or passed on as it comes.
-pub(super) type UpstreamBody = Either<Full<Bytes>, Incoming>;
+pub(super) type UpstreamBody = Either<Full<Bytes>, Patient>;
 
 /// What is sent, apart from the body.
 #[derive(Clone, Debug)]
 pub(super) struct Head {
     pub method: Method,
-    pub uri: Uri,
+    pub target: PathAndQuery,
     pub headers: HeaderMap,
 }
 
-/// The pooled client.
-#[derive(Debug)]
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SendError {
+    #[error("cannot be reached ({0})")]
+    Connect(io::Error),
+    #[error("gave no answer within {0:?}")]
+    Silent(Duration),
+    #[error("closed the connection before it answered ({0})")]
+    Closed(String),
+    /// The request could not be sent whole.
+    #[error(transparent)]
+    Body(BodyFailure),
+}
+
+/// The way to vLLM.
 pub(super) struct Upstream {
-    client: Client<CountingConnector, UpstreamBody>,
-    authority: Authority,
-    /// Goes before each path; empty or without a trailing slash.
-    prefix: String,
+    connector: Connector,
+    pool: Arc<Pool>,
+    first_byte_timeout: Option<Duration>,
 }
 
 impl Upstream {
-    pub(super) fn new(authority: Authority, prefix: String, connect_timeout: Duration) -> Self {
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(connect_timeout));
-        let mut builder = Client::builder(TokioExecutor::new());
-        builder
-            .timer(TokioTimer::new())
-            .pool_timer(TokioTimer::new())
-            .pool_idle_timeout(POOL_IDLE)
-            .set_host(false);
-        Self { client: builder.build(CountingConnector { inner: connector }), authority, prefix }
+    pub(super) fn new(
+        address: UpstreamAddress,
+        ca_file: Option<&Path>,
+        connect_timeout: Duration,
+        first_byte_timeout: Option<Duration>,
+    ) -> Result<Self, TlsError> {
+        let connector = Connector::new(address, ca_file, connect_timeout)?;
+        Ok(Self { connector, pool: Arc::default(), first_byte_timeout })
     }
 
-    pub(super) fn authority(&self) -> &Authority {
-        &self.authority
+    pub(super) fn address(&self) -> &UpstreamAddress {
+        self.connector.address()
     }
 
-    /// vLLM's address for a request target. None if it has no path (`*`, the authority form).
-    pub(super) fn uri_for(&self, target: &Uri) -> Option<Uri> {
-        let path_and_query = target.path_and_query()?.as_str();
-        if !path_and_query.starts_with('/') && !path_and_query.starts_with('?') {
-            return None;
-        }
-        let slash = if path_and_query.starts_with('?') { "/" } else { "" };
-        let whole = format!("{}{slash}{path_and_query}", self.prefix);
-        Uri::builder()
-            .scheme(Scheme::HTTP)
-            .authority(self.authority.clone())
-            .path_and_query(whole)
-            .build()
-            .ok()
+    /// Closes connections that were idle for long.
+    pub(super) fn close_idle(&self) {
+        self.pool.lock().retain(Idle::is_usable);
     }
 
-    /// Sends a request and waits for the head of its answer. It is sent once more if it went out on a connection that
-    /// had served before and was closed without a byte: then vLLM had let that connection go.
+    /// Sends a request and waits for the head of its answer. Once more, over a new connection, if a kept one was closed
+    /// without a byte: then vLLM had let that connection go.
     pub(super) async fn send(
         &self,
-        head: &Head,
+        head: Head,
         body: UpstreamBody,
-    ) -> Result<Response<Incoming>, hyper_util::client::legacy::Error> {
-        let mut next = body;
-        loop {
-            let spare = match &next {
-                Either::Left(whole) => Some(whole.clone()),
-                Either::Right(_) => None,
-            };
-            let mut request = Request::new(next);
-            *request.method_mut() = head.method.clone();
-            *request.uri_mut() = head.uri.clone();
-            *request.headers_mut() = head.headers.clone();
-            let error = match self.client.request(request).await {
-                Ok(response) => {
-                    if let Some(usage) = response.extensions().get::<ConnectionUse>() {
-                        usage.0.served.fetch_add(1, Ordering::Relaxed);
-                    }
-                    return Ok(response);
-                }
-                Err(error) => error,
-            };
-            let Some(again) = spare.filter(|_| !error.is_connect() && closed_while_idle(&error)) else {
-                return Err(error);
-            };
-            // Each round uses up one pooled connection, so this ends.
-            tracing::debug!(%error, "a reused connection to vLLM was closed; sending the request again");
-            metrics::counter!("draftsmith_proxy_upstream_retries_total").increment(1);
-            next = Either::Left(again);
+    ) -> Result<(Response<Incoming>, Lease), SendError> {
+        let Some(kept) = self.pool.take() else {
+            return self.send_over(self.open().await?, head, body).await.map_err(|failed| failed.error);
+        };
+        let spare = match &body {
+            Either::Left(whole) => Some((head.clone(), Either::Left(whole.clone()))),
+            Either::Right(_) => None,
+        };
+        let failed = match self.send_over(kept, head, body).await {
+            Ok(answered) => return Ok(answered),
+            Err(failed) => failed,
+        };
+        // What was not sent at all can go again even if its body streams.
+        let again = match failed.unsent {
+            Some(request) => Some(request),
+            None => spare.filter(|_| failed.gave_nothing),
+        };
+        let Some((again_head, again_body)) = again else {
+            return Err(failed.error);
+        };
+        tracing::debug!(error = %failed.error, "a kept connection to vLLM was closed; sending the request again");
+        metrics::counter!("draftsmith_proxy_upstream_retries_total").increment(1);
+        let fresh = self.open().await?;
+        self.send_over(fresh, again_head, again_body).await.map_err(|failed| failed.error)
+    }
+
+    async fn open(&self) -> Result<Lease, SendError> {
+        let stream = self.connector.open().await.map_err(SendError::Connect)?;
+        let answered = stream.answered();
+        let (sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| SendError::Connect(io::Error::other(error)))?;
+        metrics::counter!("draftsmith_proxy_upstream_connections_total").increment(1);
+        tokio::spawn(async move {
+            if let Err(error) = connection.with_upgrades().await {
+                tracing::debug!(%error, "a connection to vLLM ended early");
+            }
+        });
+        Ok(Lease { sender, answered, pool: self.pool.clone() })
+    }
+
+    async fn send_over(
+        &self,
+        mut lease: Lease,
+        head: Head,
+        body: UpstreamBody,
+    ) -> Result<(Response<Incoming>, Lease), Failed> {
+        let mut request = Request::new(body);
+        *request.method_mut() = head.method;
+        *request.uri_mut() = Uri::from(head.target);
+        *request.headers_mut() = head.headers;
+        let sending = lease.sender.try_send_request(request);
+        let sent = match self.first_byte_timeout {
+            None => sending.await,
+            Some(limit) => match tokio::time::timeout(limit, sending).await {
+                Ok(sent) => sent,
+                Err(_) => return Err(Failed::finally(SendError::Silent(limit))),
+            },
+        };
+        let mut error = match sent {
+            Ok(response) => return Ok((response, lease)),
+            Err(error) => error,
+        };
+        let unsent = error.take_message().map(|request| {
+            let (parts, body) = request.into_parts();
+            let target = parts.uri.into_parts().path_and_query.unwrap_or(PathAndQuery::from_static("/"));
+            (Head { method: parts.method, target, headers: parts.headers }, body)
+        });
+        let gave_nothing = !lease.answered.load(Ordering::Relaxed);
+        Err(Failed { error: reason(&error.into_error()), unsent, gave_nothing })
+    }
+}
+
+/// A request that has no answer.
+struct Failed {
+    error: SendError,
+    /// The request, if nothing of it went out.
+    unsent: Option<(Head, UpstreamBody)>,
+    /// vLLM sent no byte after the request.
+    gave_nothing: bool,
+}
+
+impl Failed {
+    fn finally(error: SendError) -> Self {
+        Self { error, unsent: None, gave_nothing: false }
+    }
+}
+
+/// A connection in use. Dropping it closes it: an answer that was not read to its end would be in the way of the next.
+pub(super) struct Lease {
+    sender: SendRequest<UpstreamBody>,
+    answered: Arc<AtomicBool>,
+    pool: Arc<Pool>,
+}
+
+impl Lease {
+    /// The answer has come to its end; the connection may serve again.
+    pub(super) fn give_back(self) {
+        if self.sender.is_closed() {
+            return;
         }
+        let pool = self.pool.clone();
+        pool.lock().push(Idle { sender: self.sender, answered: self.answered, since: Instant::now() });
     }
 }
 
-fn closed_while_idle(error: &hyper_util::client::legacy::Error) -> bool {
-    let Some(connected) = error.connect_info() else {
-        return false;
-    };
-    let mut extensions = Extensions::new();
-    connected.get_extras(&mut extensions);
-    let Some(usage) = extensions.get::<ConnectionUse>() else {
-        return false;
-    };
-    usage.0.served.load(Ordering::Relaxed) > 0 && !usage.0.answered.load(Ordering::Relaxed)
+/// Connections that wait for a request, the one used last at the end: so that the others grow old.
+#[derive(Default)]
+struct Pool(Mutex<Vec<Idle>>);
+
+struct Idle {
+    sender: SendRequest<UpstreamBody>,
+    answered: Arc<AtomicBool>,
+    since: Instant,
 }
 
-/// What a connection has done, shared with the responses and errors that it gives.
-#[derive(Clone, Debug, Default)]
-struct ConnectionUse(Arc<UseCounts>);
-
-#[derive(Debug, Default)]
-struct UseCounts {
-    /// Answers whose head came.
-    served: AtomicU64,
-    /// A byte came since something was last written.
-    answered: AtomicBool,
-}
-
-/// Opens connections that know what they have done.
-#[derive(Clone, Debug)]
-struct CountingConnector {
-    inner: HttpConnector,
-}
-
-type ConnectError = Box<dyn std::error::Error + Send + Sync>;
-type Connecting = Pin<Box<dyn Future<Output = Result<TokioIo<CountedStream>, ConnectError>> + Send>>;
-
-impl tower_service::Service<Uri> for CountingConnector {
-    type Response = TokioIo<CountedStream>;
-    type Error = ConnectError;
-    type Future = Connecting;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), ConnectError>> {
-        self.inner.poll_ready(context).map_err(Into::into)
-    }
-
-    fn call(&mut self, target: Uri) -> Connecting {
-        let connecting = self.inner.call(target);
-        Box::pin(async move {
-            let stream = connecting.await?.into_inner();
-            Ok(TokioIo::new(CountedStream { stream, usage: ConnectionUse::default() }))
-        })
+impl Idle {
+    fn is_usable(&self) -> bool {
+        !self.sender.is_closed() && self.since.elapsed() < MOST_IDLE
     }
 }
 
-#[derive(Debug)]
-struct CountedStream {
-    stream: TcpStream,
-    usage: ConnectionUse,
-}
-
-impl Connection for CountedStream {
-    fn connected(&self) -> Connected {
-        self.stream.connected().extra(self.usage.clone())
+impl Pool {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Idle>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-impl AsyncRead for CountedStream {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let room = buffer.remaining();
-        let polled = Pin::new(&mut self.stream).poll_read(context, buffer);
-        if buffer.remaining() < room {
-            self.usage.0.answered.store(true, Ordering::Relaxed);
+    /// The connection used last that can take a request now. One whose last request is still on its way out (vLLM may
+    /// answer before it has read all) is left to become ready.
+    fn take(self: &Arc<Self>) -> Option<Lease> {
+        let mut idle = self.lock();
+        let mut position = idle.len();
+        while position > 0 {
+            position -= 1;
+            if !idle[position].is_usable() {
+                idle.remove(position);
+            } else if idle[position].sender.is_ready() {
+                let found = idle.remove(position);
+                return Some(Lease { sender: found.sender, answered: found.answered, pool: self.clone() });
+            }
         }
-        polled
+        None
     }
 }
 
-impl AsyncWrite for CountedStream {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        self.usage.0.answered.store(false, Ordering::Relaxed);
-        Pin::new(&mut self.stream).poll_write(context, bytes)
+/// The cause at the bottom: what the layers above it say is no news to an operator.
+fn reason(error: &hyper::Error) -> SendError {
+    let mut current: &dyn Error = error;
+    while let Some(source) = current.source() {
+        current = source;
     }
-
-    fn poll_write_vectored(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        slices: &[io::IoSlice<'_>],
-    ) -> Poll<io::Result<usize>> {
-        self.usage.0.answered.store(false, Ordering::Relaxed);
-        Pin::new(&mut self.stream).poll_write_vectored(context, slices)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        self.stream.is_write_vectored()
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(context)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
+    match current.downcast_ref::<BodyFailure>() {
+        Some(failure) => SendError::Body(failure.clone()),
+        None => SendError::Closed(current.to_string()),
     }
 }

@@ -8,7 +8,10 @@
 //! Everything that could wait stands behind a bounded hand-off; the request path never does. Ports are bound before
 //! anything else starts, so that a wrong address ends the process with nothing half done.
 
+mod proxy_options;
+mod reload;
 mod rows;
+mod signals;
 
 use std::collections::HashSet;
 use std::fs::DirBuilder;
@@ -16,22 +19,27 @@ use std::future::Future;
 use std::os::unix::fs::DirBuilderExt;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
 use anyhow::Context;
+use rustix::process::{Resource, getrlimit, setrlimit};
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 
 use crate::config::{Config, PrivacyConfig, TokenIds};
 use crate::control::{self, Controlled, PartReport};
 use crate::head::VerifierShape;
-use crate::proxy::{Begun, Exchange, Observer, Proxy, ProxyOptions};
+use crate::keys::KeyFile;
+use crate::proxy::{Begun, Exchange, Observer, Proxy};
 use crate::record::{Join, Privacy, Record, Recorder, RecorderHandle, RecorderOptions, Selection};
 use crate::states::{Collector, CollectorOptions, Forgetter, RequestSummary, StateStore, StoreOptions};
 use crate::store::{DataDir, is_drawn};
+use proxy_options::proxy_options;
 use rows::{RowOptions, rows, signed_ids};
+use signals::Signals;
+pub(crate) use signals::shutdown_signal;
 
 /// A client's word on the recording of its own request: anything but `on` is no.
 const RECORD_HEADER: &str = "x-draftsmith-record";
@@ -41,8 +49,26 @@ const PARSE_QUEUE: usize = 4096;
 /// How long vLLM may take to answer the readiness probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Serves until SIGTERM or SIGINT, then drains streams, seals the records and returns.
+/// Serves until SIGTERM or SIGINT, then drains streams, seals the records and returns. A second signal ends this at once
+/// with an error; what was recorded is then sealed by the next start.
 pub async fn serve(config: Config) -> anyhow::Result<()> {
+    let mut signals = Signals::listen().context("cannot listen for signals")?;
+    let (stop, stopped) = oneshot::channel();
+    let told_twice = async {
+        signals.next().await;
+        tracing::info!("draining; a second signal ends at once");
+        // Nobody receives if serving could not begin; then the other branch ends this.
+        let _ = stop.send(());
+        signals.next().await;
+    };
+    tokio::select! {
+        ended = serve_until(config, stopped) => ended,
+        () = told_twice => anyhow::bail!("ended at once by a second signal; open streams were cut"),
+    }
+}
+
+async fn serve_until(config: Config, stopped: oneshot::Receiver<()>) -> anyhow::Result<()> {
+    raise_open_files_limit();
     let listener = bind("proxy.listen", config.proxy.listen).await?;
     let control_listener = bind("control.listen", config.control.listen).await?;
     let data = DataDir::new(&config.data.directory);
@@ -66,17 +92,14 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
     };
     let observer = start_observer(recorder.clone(), collector, row_options, &config)?;
 
-    let mut options = ProxyOptions::new(config.proxy.upstream.parse().context("proxy.upstream")?);
-    options.routes = config.proxy.routes;
-    options.allow_routes = config.proxy.allow_routes.clone();
-    options.inject_token_ids = config.record.enabled && config.record.token_ids == TokenIds::Request;
-    options.max_request_bytes = config.proxy.max_request_bytes;
-    options.max_capture_bytes = config.proxy.max_recorded_bytes;
-    options.drain_timeout = Duration::from_secs(config.proxy.drain_seconds);
-    let proxy = Arc::new(Proxy::new(options, observer.clone())?);
+    let proxy = Arc::new(Proxy::new(proxy_options(&config)?, observer.clone())?);
+    let control_keys = config.control.keys_file.as_deref().map(KeyFile::open).transpose()?.map(Arc::new);
+    let _watcher = reload::watch(proxy.clone(), control_keys.clone())?;
 
+    let draining = Arc::new(AtomicBool::new(false));
     let controlled = Arc::new(Parts {
-        upstream: config.proxy.upstream.clone(),
+        proxy: proxy.clone(),
+        draining: draining.clone(),
         recorder: recorder.clone(),
         data: data.clone(),
         forgetter,
@@ -89,10 +112,15 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
             // An error means that the sender is gone, which is the end as well.
             let _ = control_stopped.changed().await;
         };
-        control::serve(control_listener, controlled, metrics, stopped).await;
+        control::serve(control_listener, controlled, metrics, control_keys, stopped).await;
     });
     tracing::info!(%listen, %control, upstream = config.proxy.upstream, "serving");
-    let drained = proxy.clone().serve(listener, shutdown_signal()).await;
+    let stop_serving = async {
+        // An error means that the sender is gone, which is the end as well.
+        let _ = stopped.await;
+        draining.store(true, Relaxed);
+    };
+    let drained = proxy.clone().serve(listener, stop_serving).await;
     tracing::info!(?drained, "no more requests; sealing what was recorded");
     drop(proxy);
     tokio::task::spawn_blocking(move || {
@@ -112,18 +140,12 @@ async fn bind(key: &str, address: std::net::SocketAddr) -> anyhow::Result<TcpLis
     })
 }
 
-/// Resolves at SIGTERM or SIGINT.
-pub(crate) async fn shutdown_signal() {
-    use tokio::signal::unix::{SignalKind, signal};
-    let (Ok(mut terminate), Ok(mut interrupt)) =
-        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
-    else {
-        tracing::error!("cannot listen for signals; stop this process with SIGKILL");
-        return std::future::pending().await;
-    };
-    tokio::select! {
-        _ = terminate.recv() => {}
-        _ = interrupt.recv() => {}
+/// Each stream takes two descriptors; the soft limit is low on many systems for the sake of old programs.
+fn raise_open_files_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "the limit on open files stays as it was");
     }
 }
 
@@ -344,7 +366,8 @@ impl Observer for Tee {
 
 /// What the control port reports on.
 struct Parts {
-    upstream: String,
+    proxy: Arc<Proxy>,
+    draining: Arc<AtomicBool>,
     recorder: RecorderHandle,
     data: DataDir,
     /// None: states are not collected here.
@@ -354,20 +377,20 @@ struct Parts {
 
 impl Controlled for Parts {
     fn readiness(&self) -> Pin<Box<dyn Future<Output = Vec<PartReport>> + Send>> {
-        let upstream = self.upstream.clone();
+        let proxy = self.proxy.clone();
+        let draining = self.draining.load(Relaxed);
         let recorder = self.recorder.stats();
         let (wal, sealing) = self.recorder.health();
         Box::pin(async move {
-            let probe =
-                reqwest::Client::new().get(format!("{upstream}/health")).timeout(PROBE_TIMEOUT).send().await;
-            let (ready, detail) = match probe {
-                Ok(response) => {
-                    (response.status().is_success(), format!("health answers {}", response.status()))
-                }
-                Err(error) => (false, format!("health: {error}")),
+            let (healthy, health) = match tokio::time::timeout(PROBE_TIMEOUT, proxy.probe()).await {
+                Ok(Ok(status)) => (status.is_success(), format!("health answers {status}")),
+                Ok(Err(error)) => (false, error),
+                Err(_) => (false, format!("health gave no answer within {PROBE_TIMEOUT:?}")),
             };
+            let serving = if draining { "drains: open requests end, new ones are refused" } else { "serves" };
             vec![
-                PartReport { part: "vllm", ready, detail },
+                PartReport { part: "proxy", ready: !draining, detail: serving.to_owned() },
+                PartReport { part: "vllm", ready: healthy, detail: health },
                 PartReport {
                     part: "recorder",
                     // Serving goes on without recording, so a failing disk is told, not turned into "not ready".

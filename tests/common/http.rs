@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc};
 
 /// What the upstream does with a request, in order.
@@ -68,15 +68,32 @@ pub struct Upstream {
 pub async fn upstream(script: impl Fn(usize, &Seen) -> Vec<Act> + Send + Sync + 'static) -> Upstream {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
+    let (streams, accepted) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            stream.set_nodelay(true).unwrap();
+            if streams.send(stream).is_err() {
+                return;
+            }
+        }
+    });
+    upstream_on(address, accepted, script)
+}
+
+/// An upstream on connections that were accepted elsewhere: through TLS, or on a Unix-domain socket.
+pub fn upstream_on<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
+    address: String,
+    mut accepted: mpsc::UnboundedReceiver<S>,
+    script: impl Fn(usize, &Seen) -> Vec<Act> + Send + Sync + 'static,
+) -> Upstream {
     let (sender, seen) = mpsc::unbounded_channel();
     let connections = Arc::new(AtomicUsize::new(0));
     let counted = connections.clone();
     let script = Arc::new(script);
     let number = Arc::new(AtomicUsize::new(0));
     tokio::spawn(async move {
-        loop {
-            let (stream, _) = listener.accept().await.unwrap();
-            stream.set_nodelay(true).unwrap();
+        while let Some(stream) = accepted.recv().await {
             counted.fetch_add(1, Ordering::SeqCst);
             tokio::spawn(play(stream, script.clone(), number.clone(), sender.clone()));
         }
@@ -85,7 +102,7 @@ pub async fn upstream(script: impl Fn(usize, &Seen) -> Vec<Act> + Send + Sync + 
 }
 
 async fn play(
-    mut stream: TcpStream,
+    mut stream: impl AsyncRead + AsyncWrite + Unpin,
     script: Arc<impl Fn(usize, &Seen) -> Vec<Act>>,
     number: Arc<AtomicUsize>,
     sender: mpsc::UnboundedSender<Seen>,

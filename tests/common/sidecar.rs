@@ -79,8 +79,18 @@ impl Sidecar {
     }
 
     /// SIGTERM; comes back when it has ended by itself.
-    pub fn stop(mut self) -> ExitStatus {
+    pub fn stop(self) -> ExitStatus {
+        self.terminate();
+        self.wait()
+    }
+
+    /// SIGTERM.
+    pub fn terminate(&self) {
         kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
+    }
+
+    /// Comes back when it has ended.
+    pub fn wait(mut self) -> ExitStatus {
         self.child.wait().unwrap()
     }
 }
