@@ -615,6 +615,15 @@ impl Switch {
     }
 }
 
+/// A test that fails must not leave the recorder's thread stalled, which the end of the test waits for.
+struct TurnOff<'a>(&'a Switch);
+
+impl Drop for TurnOff<'_> {
+    fn drop(&mut self) {
+        self.0.turn(false);
+    }
+}
+
 /// Comes back when it is so.
 fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let (_never_sent, silence) = mpsc::channel::<()>();
@@ -644,6 +653,7 @@ fn drops_and_recovers(
     let recorder = Recorder::start_on(disk, &data, small_memory()).unwrap();
     recorder.record(vec![ended("before")]);
     recorder.seal().unwrap();
+    let _turned_off_first = TurnOff(switch);
     switch.turn(true);
     recorder.begin(Record::new("running", "/", now_micros()));
     recorder.record(vec![large("first")]);
@@ -651,13 +661,12 @@ fn drops_and_recovers(
         let (wal, sealing) = recorder.health();
         is_seen(&wal, &sealing)
     });
-    let started = Instant::now();
+    // Nobody waits: as long as the switch is on, whoever waited for this disk would wait for ever.
     for index in 0..1000 {
         let request_id = format!("r{index}");
         recorder.begin(Record::new(&request_id, "/", now_micros()));
         recorder.record(vec![large(&request_id)]);
     }
-    assert!(started.elapsed() < Duration::from_secs(2), "nobody waits: {:?}", started.elapsed());
     let dropped = recorder.stats();
     assert!(dropped.dropped_rows_by_reason[reason.as_str()] > 900, "{dropped:?}");
     assert_eq!(dropped.dropped_rows_by_reason.len(), 1, "{dropped:?}");
@@ -772,13 +781,13 @@ impl Script {
             self.next += 1;
             let request_id = format!("r{index}");
             recorder.begin(Record::new(&request_id, "/", now_micros()));
-            if index % 3 != 0 {
+            if !index.is_multiple_of(3) {
                 let first = ended(&request_id);
                 self.handed.push(request_id);
                 recorder.record(vec![first.for_choice(0), first.for_choice(1)]);
             }
             // The one before it is still running while a segment is left.
-            if index >= 4 && index.is_multiple_of(4) && (index - 1) % 3 == 0 {
+            if index >= 4 && index.is_multiple_of(4) && (index - 1).is_multiple_of(3) {
                 self.handed.push(format!("r{}", index - 1));
                 recorder.record(vec![ended(&format!("r{}", index - 1))]);
             }

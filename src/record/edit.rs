@@ -7,6 +7,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::slice;
 use std::time::{Duration, SystemTime};
 
 use arrow_array::cast::AsArray;
@@ -85,9 +86,10 @@ pub(super) fn forget(disk: &Disk, data: &DataDir, selection: &Selection) -> Resu
             continue;
         }
         let temporary = data.wal().join(TEMPORARY);
-        let kept = copy_rows(disk, &[path.clone()], builder(&path)?.schema().clone(), &temporary, |batch| {
-            rows_to_keep(&path, batch, selection)
-        })?;
+        let kept =
+            copy_rows(disk, slice::from_ref(&path), builder(&path)?.schema().clone(), &temporary, |batch| {
+                rows_to_keep(&path, batch, selection)
+            })?;
         if kept > 0 {
             disk.rename_durably(&temporary, &path).map_err(RecordError::disk("publish", &path))?;
             done.files_rewritten += 1;
