@@ -244,14 +244,17 @@ impl Client {
 
     /// Has every worker read the file, check it and copy it to its device, while requests run, and waits for that.
     async fn stage(&self, path: &Path, digest: &str) -> Result<(), ClientError> {
-        let call = json!({"method": "draftsmith_stage", "args": [path.to_string_lossy(), digest], "timeout": 30});
+        let call =
+            json!({"method": "draftsmith_stage", "args": [path.to_string_lossy(), digest], "timeout": 30});
         self.post(WORKER_CALL, &call).await?;
         let begun = Instant::now();
         loop {
             let mut running = false;
             for staging in self.worker_statuses().await?.into_iter().filter_map(|status| status.staging) {
                 if staging.digest.as_deref() != Some(digest) {
-                    return Err(ClientError::Staging { reason: "another head was staged meanwhile".to_owned() });
+                    return Err(ClientError::Staging {
+                        reason: "another head was staged meanwhile".to_owned(),
+                    });
                 }
                 if staging.state == StagingState::Failed {
                     return Err(ClientError::Staging { reason: staging.error.unwrap_or_default() });
@@ -262,7 +265,10 @@ impl Client {
                 return Ok(());
             }
             if begun.elapsed() > self.timeouts.control {
-                return Err(ClientError::Timeout { url: self.url(WORKER_CALL), limit: self.timeouts.control });
+                return Err(ClientError::Timeout {
+                    url: self.url(WORKER_CALL),
+                    limit: self.timeouts.control,
+                });
             }
             tokio::time::sleep(STAGING_POLL).await;
         }

@@ -12,5 +12,7 @@ mod metrics;
 pub mod plugin;
 
 pub use args::{Launch, LaunchOptions, launch};
-pub use client::{Client, ClientError, Model, PluginStatus, StagingState, StagingStatus, SwapReport, TapCounters, Timeouts};
+pub use client::{
+    Client, ClientError, Model, PluginStatus, StagingState, StagingStatus, SwapReport, TapCounters, Timeouts,
+};
 pub use metrics::{Metrics, SpecCounters};
