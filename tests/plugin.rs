@@ -14,6 +14,19 @@ mod common {
     pub mod vllm;
 }
 
+#[test]
+#[ignore = "vLLM's Python: a second, once installed"]
+fn the_taps_rows_budget_and_guard() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let output = Command::new(environment().join("venv/bin/python"))
+        .args(["-B", "tests/tap_rows.py", "src/vllm/plugin"])
+        .current_dir(root)
+        .output()
+        .unwrap();
+    println!("{}", String::from_utf8_lossy(&output.stdout));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 #[tokio::test]
 #[ignore = "real vLLM: three minutes, once installed"]
 async fn states_and_swaps_in_a_real_vllm() {

@@ -15,9 +15,8 @@ class TapConfig:
 
     transfer_dir: str
     sample_rate: float = 1.0  # of the requests, so many are exported
-    host_bytes: int = 8 << 30  # rows kept by KV slot; no more than the KV cache has slots is taken
-    writer_threads: int = 2
-    max_pending_bytes: int = 2 << 30  # states read from the store and not yet written
+    host_bytes: int = 8 << 30  # rows kept by KV slot; no more is taken than twice the KV cache has slots
+    writer_threads: int = 4
     min_free_bytes: int = 256 << 20  # of transfer_dir's file system
 
 
@@ -47,7 +46,7 @@ def read_tap_config(vllm_config) -> TapConfig:
     if not given.get("transfer_dir"):
         raise ValueError("kv_connector_extra_config lacks transfer_dir, the directory that states are written to")
     config = TapConfig(**given)
-    for name in ("host_bytes", "writer_threads", "max_pending_bytes"):
+    for name in ("host_bytes", "writer_threads"):
         if int(getattr(config, name)) < 1:
             raise ValueError(f"kv_connector_extra_config: {name} is {getattr(config, name)}, it must be at least 1")
     if not 0 <= float(config.sample_rate) <= 1:

@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from .config import check_modes, layer_ids, read_tap_config
 from .intake import Intake
-from .rows import RowStore
+from .rows import Loan, RowStore
 from .state import HEAD, TAP, Drafting, remember_first_head
 
 try:
@@ -77,7 +77,7 @@ def is_sampled(request_id: str, rate: float) -> bool:
 class States:
     """What a file holds."""
 
-    rows: np.ndarray  # [tokens - 1, bytes]
+    rows: Loan
     dtype: str
     shape: list[int]  # tokens - 1, layers, hidden
     token_ids: list[int]
@@ -89,11 +89,13 @@ def write_states(directory: str, states: States, metadata: dict[str, str]) -> in
     No fsync: after a power cut the states are gone or fail their sha256, and can be computed again.
     """
     ids = np.array(states.token_ids, dtype="<i8")
-    raw_ids, raw_states = memoryview(ids).cast("B"), memoryview(states.rows).cast("B")
+    raw_ids = memoryview(ids).cast("B")
     digest = hashlib.sha256()
-    digest.update(raw_states)
+    for piece in states.rows.pieces:
+        digest.update(piece)
     digest.update(raw_ids)
-    split, end = len(raw_ids), len(raw_ids) + len(raw_states)
+    split = len(raw_ids)
+    end = split + states.rows.bytes
     header = json.dumps({
         "__metadata__": {**metadata, "sha256": digest.hexdigest()},
         "token_ids": {"dtype": "I64", "shape": list(ids.shape), "data_offsets": [0, split]},
@@ -108,7 +110,8 @@ def write_states(directory: str, states: States, metadata: dict[str, str]) -> in
             file.write(len(header).to_bytes(8, "little"))
             file.write(header)
             file.write(raw_ids)
-            file.write(raw_states)
+            for piece in states.rows.pieces:
+                file.write(piece)
         os.rename(temporary, final)
     except BaseException:
         os.unlink(temporary)
@@ -133,7 +136,7 @@ class DraftsmithConnector(KVConnectorBase_V1):
         # worker side
         self._executor = ThreadPoolExecutor(int(self._config.writer_threads), thread_name_prefix="draftsmith-states")
         self._lock = threading.Lock()  # guards _pending_bytes
-        self._pending_bytes = 0
+        self._pending_bytes = 0  # of files on their way to the disk
         self._swaps_at_begin: dict[str, int] = {}  # request id to HEAD.swaps when its first step ran
 
     @property
@@ -217,22 +220,21 @@ class DraftsmithConnector(KVConnectorBase_V1):
         os.makedirs(self._config.transfer_dir, mode=0o700, exist_ok=True)
         row_bytes = len(self._layer_ids) * config.model_config.get_hidden_size() * dtype.itemsize
         store = RowStore(self._kv_cache_config.num_blocks, self._block_size, row_bytes, int(self._config.host_bytes))
+        if TAP.step_buffers is None:
+            raise ValueError("draftsmith's tap needs its own draft model class: is the plugin in VLLM_PLUGINS?")
         if next(iter(kv_caches.values())).is_cuda:
-            if TAP.step_buffers is None:
-                raise ValueError("draftsmith's tap needs its own draft model class: is the plugin in VLLM_PLUGINS?")
             store.touch_memory()
         TAP.step_tokens = config.scheduler_config.max_num_batched_tokens
         TAP.persistent_slots = bool(getattr(config, "use_v2_model_runner", False))
         fewer_rows = bool(getattr(config.speculative_config, "disable_padded_drafter_batch", False))
         TAP.intake = Intake(store, TAP.step_buffers, TAP.counters, fewer_rows)
         remember_first_head(config)
-        device_bytes = 0 if TAP.step_buffers is None else TAP.step_buffers.device_bytes()
         logger.info(
             "tap: layers %s to %s, sample rate %s; %.3f GiB of host memory, rows of %d tokens (the KV cache holds %d); "
             "%.3f GiB on the GPU, in vLLM's accounting; V2 runner %s",
             self._layer_ids, self._config.transfer_dir, self._config.sample_rate, TAP.intake.host_bytes() / 2**30,
             store.capacity * self._block_size, self._kv_cache_config.num_blocks * self._block_size,
-            device_bytes / 2**30, TAP.persistent_slots,
+            TAP.step_buffers.device_bytes() / 2**30, TAP.persistent_slots,
         )
 
     def bind_connector_metadata(self, connector_metadata):
@@ -278,39 +280,32 @@ class DraftsmithConnector(KVConnectorBase_V1):
         return None, None
 
     def _export(self, finished: FinishedRequest, head_digest: str | None, swapped: bool) -> None:
-        """Reads the rows, and leaves the writing to another thread. Runs in the store's order of events."""
+        """Finds the rows, and leaves the writing to another thread. Runs in the store's order of events."""
         store = TAP.intake.store
         if store.end(finished.request_id):
             TAP.counters.add(over_budget=1)
             return
-        hidden = self._vllm_config.model_config.get_hidden_size()
-        dtype = self._vllm_config.model_config.dtype
         count = len(finished.token_ids) - 1
-        shape = [count, len(self._layer_ids), hidden]
-        size = count * len(self._layer_ids) * hidden * dtype.itemsize
-        if not self._reserve(finished.request_id, size):
+        loan = store.lend(finished.block_ids, count)
+        if loan is None:
+            TAP.counters.add(incomplete=1)
             return
-        try:
-            rows = store.read(finished.block_ids, count)
-            if rows is None:
-                TAP.counters.add(incomplete=1)
-                self._give_back(size)
-                return
-            states = States(rows, DTYPE_NAMES[dtype], shape, finished.token_ids)
-            self._executor.submit(self._write, finished, states, head_digest, swapped)
-        except BaseException:
-            self._give_back(size)
-            raise
+        if not self._reserve(finished.request_id, loan.bytes):
+            store.take_back(loan)
+            return
+        model = self._vllm_config.model_config
+        shape = [count, len(self._layer_ids), model.get_hidden_size()]
+        states = States(loan, DTYPE_NAMES[model.dtype], shape, finished.token_ids)
+        self._executor.submit(self._write, finished, states, head_digest, swapped)
 
     def _reserve(self, request_id: str, size: int) -> bool:
-        """Room for a file of so many bytes, in memory and then on disk."""
+        """Room on disk for a file of so many bytes."""
         directory = self._config.transfer_dir
         space = os.statvfs(directory)
         free = space.f_bavail * space.f_frsize
         with self._lock:
             pending = self._pending_bytes
-            fits = pending + size <= self._config.max_pending_bytes
-            fits = fits and free >= size + pending + self._config.min_free_bytes
+            fits = free >= size + pending + self._config.min_free_bytes
             if fits:
                 self._pending_bytes += size
         if fits:
@@ -322,10 +317,6 @@ class DraftsmithConnector(KVConnectorBase_V1):
                 request_id, free, directory, pending,
             )
         return False
-
-    def _give_back(self, size: int) -> None:
-        with self._lock:
-            self._pending_bytes -= size
 
     def _write(self, finished: FinishedRequest, states: States, head_digest: str | None, swapped: bool) -> None:
         try:
@@ -346,7 +337,9 @@ class DraftsmithConnector(KVConnectorBase_V1):
             logger.exception("states of %s were not written to %s", finished.request_id, self._config.transfer_dir)
             TAP.counters.add(failed=1)
         finally:
-            self._give_back(states.rows.nbytes)
+            with self._lock:
+                self._pending_bytes -= states.rows.bytes
+            TAP.intake.submit(partial(TAP.intake.store.take_back, states.rows))
 
     def shutdown(self):
         if TAP.intake is not None:

@@ -1,8 +1,8 @@
 """The way of a step's rows from the engine to the row store, and the order of all that happens to the store.
 
 On CUDA a step's rows are copied on the GPU into a ring of a few steps' rows, from there to pinned host memory on a side
-stream, and from there to their place in the store by a thread. The engine waits for none of this: where the ring is
-full, the step counts as missed. On the CPU all happens at once.
+stream, and from there to their place in the store by a thread. On the CPU the first two are one copy. The engine waits
+for none of this: where the ring is full, the step counts as missed.
 """
 
 import queue
@@ -27,33 +27,39 @@ class StepBuffers:
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.ring = SegmentRing(rows)
-        self.device_rows = torch.empty((rows, width), dtype=dtype, device=device)
-        self.device_slots = torch.empty(rows, dtype=torch.int64, device=device)
-        self.host_rows = torch.empty((rows, width), dtype=dtype, device="cpu", pin_memory=True)
-        self.host_slots = torch.empty(rows, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.stream = torch.cuda.Stream(device)
+        self._cuda = device.type == "cuda"
+        self.host_rows = torch.empty((rows, width), dtype=dtype, device="cpu", pin_memory=self._cuda)
+        self.host_slots = torch.empty(rows, dtype=torch.int64, device="cpu", pin_memory=self._cuda)
+        if self._cuda:
+            self._device_rows = torch.empty((rows, width), dtype=dtype, device=device)
+            self._device_slots = torch.empty(rows, dtype=torch.int64, device=device)
+            self._stream = torch.cuda.Stream(device)
 
     def device_bytes(self) -> int:
-        return self.device_rows.nbytes + self.device_slots.nbytes
+        return self._device_rows.nbytes + self._device_slots.nbytes if self._cuda else 0
 
     def host_bytes(self) -> int:
         return self.host_rows.nbytes + self.host_slots.nbytes
 
-    def start_copy(self, begin: int, states: torch.Tensor, slots: torch.Tensor) -> torch.cuda.Event:
-        """Copies to the ring's rows from `begin` on; the event says when the host has them."""
+    def start_copy(self, begin: int, states: torch.Tensor, slots: torch.Tensor) -> torch.cuda.Event | None:
+        """Copies to the ring's rows from `begin` on; the event says when the host has them, None: now."""
         part = slice(begin, begin + states.shape[0])
+        if not self._cuda:
+            self.host_rows[part].copy_(states)
+            self.host_slots[part].copy_(slots)
+            return None
         # on the engine's own stream, since it overwrites both soon
-        self.device_rows[part].copy_(states)
-        self.device_slots[part].copy_(slots)
+        self._device_rows[part].copy_(states)
+        self._device_slots[part].copy_(slots)
         taken = torch.cuda.Event()
         taken.record()
-        with torch.cuda.stream(self.stream):
-            self.stream.wait_event(taken)
-            self.host_rows[part].copy_(self.device_rows[part], non_blocking=True)
-            self.host_slots[part].copy_(self.device_slots[part], non_blocking=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(taken)
+            self.host_rows[part].copy_(self._device_rows[part], non_blocking=True)
+            self.host_slots[part].copy_(self._device_slots[part], non_blocking=True)
             # blocking: the thread that waits for it sleeps
             arrived = torch.cuda.Event(blocking=True)
-            arrived.record(self.stream)
+            arrived.record(self._stream)
         return arrived
 
 
@@ -63,7 +69,7 @@ def as_bytes(rows: torch.Tensor) -> np.ndarray:
 
 
 class Intake:
-    def __init__(self, store: RowStore, buffers: StepBuffers | None, counters: Counters, fewer_rows: bool) -> None:
+    def __init__(self, store: RowStore, buffers: StepBuffers, counters: Counters, fewer_rows: bool) -> None:
         self.store = store
         self.guard = StepGuard()
         self._buffers = buffers
@@ -71,20 +77,16 @@ class Intake:
         self._fewer_rows = fewer_rows
         self._ring_lock = threading.Lock()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = None
-        if buffers is not None:
-            self._thread = threading.Thread(target=self._work, name="draftsmith-intake", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._work, name="draftsmith-intake", daemon=True)
+        self._thread.start()
 
     def host_bytes(self) -> int:
-        return self.store.bytes + (0 if self._buffers is None else self._buffers.host_bytes())
+        return self.store.bytes + self._buffers.host_bytes()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Runs the job after all that was submitted before it, and after the rows of all steps before it."""
-        if self._thread is None:
-            self._run(job)
-        else:
-            self._jobs.put(job)
+        """Runs the job after all that was submitted before it, so after the rows of all steps before it. Only jobs touch
+        the store."""
+        self._jobs.put(job)
 
     def begin_step(self, tokens: int) -> None:
         """The engine begins a step of so many tokens."""
@@ -106,9 +108,6 @@ class Intake:
         if count == 0:
             return
         states, slots = states[:count], slots[:count]
-        if self._buffers is None:
-            self.submit(lambda: self._store(slots.numpy(), as_bytes(states.contiguous())))
-            return
         with self._ring_lock:
             begin = self._buffers.ring.take(count)
         if begin is None:
@@ -123,34 +122,27 @@ class Intake:
         arrived = self._buffers.start_copy(begin, states, slots)
         self.submit(lambda: self._store_step(begin, count, arrived))
 
-    def _store_step(self, begin: int, count: int, arrived: torch.cuda.Event) -> None:
+    def _store_step(self, begin: int, count: int, arrived: torch.cuda.Event | None) -> None:
         try:
-            arrived.synchronize()
+            if arrived is not None:
+                arrived.synchronize()
             part = slice(begin, begin + count)
-            self._store(self._buffers.host_slots[part].numpy(), as_bytes(self._buffers.host_rows[part]))
+            self.store.write(self._buffers.host_slots[part].numpy(), as_bytes(self._buffers.host_rows[part]))
+        except BaseException:
+            self.store.forget_all()
+            raise
         finally:
             with self._ring_lock:
                 self._buffers.ring.give_back()
 
-    def _store(self, slots: np.ndarray, rows: np.ndarray) -> None:
-        try:
-            self.store.write(slots, rows)
-        except BaseException:
-            self.store.forget_all()
-            raise
-
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except Exception:  # serving comes first
-            logger.exception("tap: a job failed")
-            self._counters.add(failed=1)
-
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._run(job)
+            try:
+                job()
+            except Exception:  # serving comes first
+                logger.exception("tap: a job failed")
+                self._counters.add(failed=1)
 
     def shutdown(self) -> None:
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
+        self._jobs.put(None)
+        self._thread.join()

@@ -5,6 +5,7 @@ the row of whoever computed that block. Only numpy here, so this is tested witho
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -67,26 +68,42 @@ class SegmentRing:
         self._taken.pop(0)
 
 
+@dataclass
+class Loan:
+    """Rows that a writer reads where they lie; nobody overwrites them until it is given back."""
+
+    places: list[int]
+    pieces: list[memoryview]  # in the order of the request, bytes
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+
 class RowStore:
     """Rows by KV slot, at most `budget_bytes` of them, a KV block at a time.
 
-    Blocks of running requests that are to be exported are held. The others stay, as in vLLM's prefix cache, until
-    their room is needed; those not written for longest go first. A row that was not written since its block got its
-    room is never given out.
+    Blocks of running requests that are to be exported are held, and blocks that a writer reads are lent. The others
+    stay, as in vLLM's prefix cache, until their room is needed; those not written for longest go first. A row that was
+    not written since its block got its room is never given out.
     """
 
     def __init__(self, kv_blocks: int, block_size: int, row_bytes: int, budget_bytes: int) -> None:
         self.block_size = block_size
-        self.capacity = min(budget_bytes // (block_size * row_bytes), kv_blocks)
+        # twice the KV cache: while a block of the past is lent, the KV block has new rows elsewhere
+        self.capacity = min(budget_bytes // (block_size * row_bytes), 2 * kv_blocks)
         if self.capacity < 1:
             raise ValueError(f"a budget of {budget_bytes} bytes holds no KV block of {block_size} rows of {row_bytes} bytes")
         self._rows = np.zeros((self.capacity * block_size, row_bytes), dtype=np.uint8)
         self._written = np.zeros(self.capacity * block_size, dtype=bool)
-        self._place = np.full(kv_blocks, -1, dtype=np.int64)  # KV block to block of this store
-        self._free = list(range(self.capacity))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # KV blocks with room that nobody holds, oldest first
+        self._place = np.full(kv_blocks, -1, dtype=np.int64)  # KV block to its room here
+        self._block = np.full(self.capacity, -1, dtype=np.int64)  # the other way; -1: lent rows of a block of the past
+        self._loans = np.zeros(self.capacity, dtype=np.int64)  # by place
+        # the next free place is last: a request's blocks get places side by side
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # KV blocks neither held nor lent, oldest first
         self._holders: dict[int, set[str]] = {}  # KV block to request ids
-        self._held: dict[str, set[int]] = {}  # request id to KV blocks
+        self._held: dict[str, dict[int, None]] = {}  # request id to KV blocks, in order
         self._over_budget: set[str] = set()
 
     @property
@@ -101,40 +118,40 @@ class RowStore:
         """These KV blocks are the request's, besides those that it has."""
         if request_id in self._over_budget:
             return
-        held = self._held.setdefault(request_id, set())
+        held = self._held.setdefault(request_id, {})
         for block in blocks:
-            held.add(block)
+            held[block] = None
             self._holders.setdefault(block, set()).add(request_id)
             self._idle.pop(block, None)
 
-    def release(self, request_id: str) -> None:
-        """Ends its holds; what it wrote stays for now. Unknown ids are fine."""
+    def end(self, request_id: str) -> bool:
+        """The request is over; what it wrote stays for now. True: it lost its holds since the budget was used up.
+        Unknown ids are fine."""
+        self._release(request_id)
+        over = request_id in self._over_budget
+        self._over_budget.discard(request_id)
+        return over
+
+    def _release(self, request_id: str) -> None:
         for block in self._held.pop(request_id, ()):
             holders = self._holders[block]
             holders.discard(request_id)
             if not holders:
                 del self._holders[block]
-                if self._place[block] >= 0:
-                    self._idle[block] = None
+                self._set_idle(block)
 
-    def end(self, request_id: str) -> bool:
-        """The request is over. True: it lost its holds since the budget was used up."""
-        self.release(request_id)
-        over = request_id in self._over_budget
-        self._over_budget.discard(request_id)
-        return over
+    def _set_idle(self, block: int) -> None:
+        """If it is: nobody holds it, and no writer reads it."""
+        place = self._place[block]
+        if place >= 0 and block not in self._holders and self._loans[place] == 0:
+            self._idle[block] = None
 
     def write(self, slots: np.ndarray, rows: np.ndarray) -> None:
         """rows [n, row_bytes] to `slots` [n]. Slots of vLLM's null block 0, and padding (-1), are left out."""
         blocks = slots // self.block_size
-        distinct = np.unique(blocks).tolist()
-        for block in distinct:
-            if block < 1:
-                continue
-            if block in self._idle:
-                self._idle.move_to_end(block)
-            elif self._place[block] < 0:
-                self._make_room(block)
+        for block in np.unique(blocks).tolist():
+            if block >= 1:
+                self._prepare(block)
         usable = blocks >= 1
         places = np.where(usable, self._place[np.where(usable, blocks, 0)], -1)
         usable &= places >= 0
@@ -146,6 +163,18 @@ class RowStore:
             self._rows[targets] = rows[usable]
         self._written[targets] = True
 
+    def _prepare(self, block: int) -> None:
+        """Room for a KV block that is about to be written."""
+        place = self._place[block]
+        if block in self._idle:
+            self._idle.move_to_end(block)
+        elif place >= 0 and self._loans[place] > 0:
+            # vLLM gave the block to another request, while a writer still reads the rows of the one before
+            self._place[block] = self._block[place] = -1
+            self._make_room(block)
+        elif place < 0:
+            self._make_room(block)
+
     def _make_room(self, block: int) -> None:
         """A place for a KV block, where there is one. Else the requests that hold it are not exported."""
         if self._free:
@@ -154,22 +183,21 @@ class RowStore:
             oldest, _ = self._idle.popitem(last=False)
             place = int(self._place[oldest])
             self._place[oldest] = -1
-            self._written[place * self.block_size : (place + 1) * self.block_size] = False
         else:
             for request_id in list(self._holders.get(block, ())):
                 self._over_budget.add(request_id)
-                self.release(request_id)
+                self._release(request_id)
             return
-        self._place[block] = place
-        if block not in self._holders:
-            self._idle[block] = None
+        self._written[place * self.block_size : (place + 1) * self.block_size] = False
+        self._place[block], self._block[place] = place, block
+        self._set_idle(block)
 
     def forget_all(self) -> None:
         """A step was missed, nobody knows which slots it wrote: no row from before it is given out."""
         self._written[:] = False
 
-    def read(self, blocks: list[int], count: int) -> np.ndarray | None:
-        """The first `count` rows of these KV blocks, copied: [count, row_bytes]. None where any is missing."""
+    def lend(self, blocks: list[int], count: int) -> Loan | None:
+        """The first `count` rows of these KV blocks. None where any is missing."""
         needed = -(-count // self.block_size)
         places = self._place[np.asarray(blocks[:needed], dtype=np.int64)]
         if len(places) < needed or (places < 0).any():
@@ -177,6 +205,20 @@ class RowStore:
         sources = (places[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)[:count]
         if not self._written[sources].all():
             return None
-        rows = np.empty((count, self._rows.shape[1]), dtype=np.uint8)
-        # "clip" writes straight into `out`, and no source is out of range
-        return np.take(self._rows, sources, axis=0, out=rows, mode="clip")
+        loan = Loan(places.tolist(), [])
+        for block, place in zip(blocks, loan.places):
+            self._loans[place] += 1
+            self._idle.pop(block, None)
+        for run in np.split(sources, np.flatnonzero(np.diff(sources) != 1) + 1):
+            loan.pieces.append(memoryview(self._rows[run[0] : run[-1] + 1]).cast("B"))
+        return loan
+
+    def take_back(self, loan: Loan) -> None:
+        for place in loan.places:
+            self._loans[place] -= 1
+            if self._loans[place] > 0:
+                continue
+            if self._block[place] < 0:
+                self._free.append(place)
+            else:
+                self._set_idle(int(self._block[place]))

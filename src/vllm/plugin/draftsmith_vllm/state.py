@@ -28,7 +28,7 @@ class Counters:
     not_sampled: int = 0
     over_budget: int = 0  # host_bytes was used up while they ran
     incomplete: int = 0  # a row was missing: of an evicted prefix, or of a step that was missed
-    dropped: int = 0  # no room for the file (writers behind, or disk full)
+    dropped: int = 0  # no room for the file
     failed: int = 0
     bytes_written: int = 0
     missed_steps: int = 0  # steps whose rows vLLM never handed over
@@ -49,7 +49,7 @@ class Counters:
 class Tap:
     """The tap of this process."""
 
-    step_buffers: object = None  # CUDA: a few steps' rows on their way to the host (intake.StepBuffers)
+    step_buffers: object = None  # a few steps' rows on their way to the store (intake.StepBuffers)
     intake: object = None  # intake.Intake; None: no tap, or not rank 0
     slot_row: object = None  # V2 runner: its persistent slot row, int64
     persistent_slots: bool = False  # V2 runner

@@ -21,9 +21,9 @@ class TappedEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
 
     def __init__(self, *, vllm_config, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        device = next(self.parameters()).device
-        if device.type == "cuda" and is_tapped(vllm_config) and get_tensor_model_parallel_rank() == 0:
+        if is_tapped(vllm_config) and get_tensor_model_parallel_rank() == 0:
             width = len(layer_ids(self.config)) * vllm_config.model_config.get_hidden_size()
+            device = next(self.parameters()).device
             TAP.step_buffers = StepBuffers(ring_rows(vllm_config), width, vllm_config.model_config.dtype, device)
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
