@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use common::environment::environment;
 use common::vllm::Vllm;
 
 mod common {

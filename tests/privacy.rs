@@ -56,7 +56,7 @@ async fn what_is_not_to_be_recorded_is_never_on_the_disk() {
     let directory = tempfile::tempdir().unwrap();
     let data = DataDir::new(directory.path().join("data"));
     let up = upstream(|_, _| vec![Act::Write(json(ANSWER))]).await;
-    let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS).await;
+    let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS);
     ask(
         &sidecar,
         "kept",
@@ -89,7 +89,7 @@ async fn what_is_not_to_be_recorded_is_never_on_the_disk() {
     };
     check();
 
-    let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS).await;
+    let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS);
     sidecar.flush().await;
     check();
     assert_eq!(request_ids(&data), ["found", "kept"]);
