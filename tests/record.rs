@@ -44,6 +44,24 @@ fn options() -> RecorderOptions {
     RecorderOptions { flush_interval: Duration::from_millis(10), ..RecorderOptions::default() }
 }
 
+/// Starts on a directory that another recorder has just left. A child that another test spawns holds that one's lock too,
+/// between its fork and its exec.
+fn start_again(data: &DataDir) -> RecorderHandle {
+    start_again_on(Disk::default(), data)
+}
+
+fn start_again_on(disk: Disk, data: &DataDir) -> RecorderHandle {
+    let started = Instant::now();
+    loop {
+        match Recorder::start_on(disk.clone(), data, options()) {
+            Err(RecordError::Locked { .. }) if started.elapsed() < Duration::from_secs(60) => {
+                std::thread::yield_now();
+            }
+            outcome => return outcome.unwrap(),
+        }
+    }
+}
+
 fn ended(request_id: &str) -> Record {
     Record { status: Status::Ok, ..Record::new(request_id, "/v1/chat/completions", now_micros()) }
 }
@@ -270,7 +288,7 @@ fn dropped_recorder_leaves_durable_rows_that_the_next_start_seals() {
     assert!(files(&data).unwrap().is_empty());
     assert_eq!(wal_segments(&data).len(), 1);
 
-    let recorder = Recorder::start(&data, options()).unwrap();
+    let recorder = start_again(&data);
     recorder.shutdown().unwrap();
     let expected =
         BTreeMap::from([("done".to_owned(), Status::Ok), ("cut short".to_owned(), Status::ProxyRestart)]);
@@ -846,7 +864,7 @@ fn death_at_any_operation_loses_nothing_promised_and_doubles_nothing() {
         let recorder = Recorder::start_on(disk, &data, quick()).unwrap();
         script.run(&recorder, 12);
         drop(recorder);
-        let recorder = Recorder::start(&data, options()).unwrap();
+        let recorder = start_again(&data);
         recorder.shutdown().unwrap();
         assert!(wal_segments(&data).is_empty());
         script.check(&data, &format!("dead after {alive_for} operations"));
@@ -893,7 +911,7 @@ proptest! {
         // The last handle holds the lock.
         drop(recorder);
         // Those that were running at the end are found begun by the next start, or were sealed with the stop.
-        let next = Recorder::start(&data, options()).unwrap();
+        let next = start_again(&data);
         next.shutdown().unwrap();
         let found = script.check(&data, &format!("seed {seed}, {of_ten} of ten"));
         let running = (0..20).filter(|index| !script.handed.contains(&format!("r{index}"))).count();
@@ -945,7 +963,7 @@ fn small_files_of_past_hours_become_one_and_readers_lose_nothing() {
     let listed = rows(&data).unwrap();
     let backwards = newest_rows(&data).unwrap();
 
-    let recorder = Recorder::start(&data, options()).unwrap();
+    let recorder = start_again(&data);
     let done = recorder.compact().unwrap();
     assert_eq!((done.hours, done.files_before, done.files_after), (1, 7, 1));
     assert_eq!(recorder.compact().unwrap().hours, 0, "there is nothing left to merge");
@@ -971,13 +989,13 @@ fn dies_while_editing(edit: impl Fn(&RecorderHandle) -> bool, check: impl Fn(&[S
             let alive = left.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |count| count.checked_sub(1));
             alive.map(|_| ()).map_err(|_| io::Error::other("the process is dead"))
         });
-        let recorder = Recorder::start_on(disk, &data, options()).unwrap();
+        let recorder = start_again_on(disk, &data);
         let whole = edit(&recorder);
         drop(recorder);
         // What readers see at once, and after the next start.
         for restarted in [false, true] {
             if restarted {
-                Recorder::start(&data, options()).unwrap().shutdown().unwrap();
+                start_again(&data).shutdown().unwrap();
             }
             assert!(verify(&data).unwrap().iter().all(|file| file.is_sound()), "dead after {alive_for}");
             check(&record_ids, past_ids(all_rows(&data).into_iter()), alive_for);
@@ -1014,7 +1032,7 @@ fn forgotten_rows_are_gone_from_every_file() {
     let (_directory, data) = temporary();
     past_rows(&data, 6);
     fs::write(data.wal().join("x.damaged"), "secret").unwrap();
-    let recorder = Recorder::start(&data, options()).unwrap();
+    let recorder = start_again(&data);
     recorder.compact().unwrap();
     let odd = Selection { tenant_hash: Some("odd".into()), before: now_micros() };
     let requests = selected_requests(&data, &odd).unwrap();

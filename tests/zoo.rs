@@ -335,13 +335,10 @@ async fn a_bad_request_beside_good_ones_harms_none() {
     let mut good = 0;
     for _ in 0..30 {
         let mut stream = running.send(&post(CHAT, "", b"{}")).await;
-        let mut buffer = Vec::new();
-        let head = read_head(&mut stream, &mut buffer).await;
-        if !head.starts_with("HTTP/1.1 200") {
-            continue;
-        }
-        if let Some(Some(piece)) = soon(read_chunk(&mut stream, &mut buffer)).await {
-            assert_eq!(piece, event("a"));
+        // A broken answer may end before its head has left.
+        let Some(answer) = soon(read_message(&mut stream, &mut Vec::new())).await else { continue };
+        if answer.head.starts_with("HTTP/1.1 200") {
+            assert_eq!(answer.body, event("a"));
             good += 1;
         }
     }
