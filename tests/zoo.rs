@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use common::http::{Act, CHAT, SSE_HEAD, Seen, chunk, json, post, read_chunk, read_message, upstream};
+use common::http::{Act, CHAT, SSE_HEAD, Seen, chunk, json, post, read_message, upstream};
 use common::proxy::{event, proxy, read_head, soon};
 use draftsmith::proxy::Status;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
