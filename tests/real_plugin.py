@@ -248,7 +248,7 @@ cases["cut"] = cut
 reasons = {
     "wrong shape": "lm_head.weight: the file has shape [4096,", "missing": "norm.weight: missing from the file",
     "f16": "fc.weight: the file has torch.float16", "unknown": "layers.1.x.weight: the live head has no such tensor",
-    "bad d2t": "d2t: target ids must be distinct", "absent": "no-such-file", "cut": "not a whole safetensors file",
+    "bad d2t": "d2t: target ids must be distinct", "absent": "No such file or directory", "cut": "not a whole safetensors file",
 }
 for name, path in cases.items():
     refusal = swap(path)
