@@ -100,6 +100,7 @@ async fn serve_until(config: Config, stopped: oneshot::Receiver<()>) -> anyhow::
     let controlled = Arc::new(Parts {
         proxy: proxy.clone(),
         draining: draining.clone(),
+        observer: observer.clone(),
         recorder: recorder.clone(),
         data: data.clone(),
         forgetter,
@@ -224,6 +225,8 @@ enum Message {
     Finished(Box<Exchange>, usize),
     /// A request of a recorded route that is not recorded: its states are to be deleted as they come.
     Unwanted(String),
+    /// All before it is worked off.
+    Settled(SyncSender<()>),
     Stop,
 }
 
@@ -271,6 +274,11 @@ fn parse_until_stopped(
             Message::Finished(exchange, bytes) => (exchange, bytes),
             Message::Unwanted(request_id) => {
                 unwanted(request_id);
+                continue;
+            }
+            Message::Settled(reply) => {
+                // Whoever asked may have left.
+                let _ = reply.send(());
                 continue;
             }
             Message::Stop => break,
@@ -321,6 +329,15 @@ fn reason_to_skip(
 }
 
 impl Tee {
+    /// Waits until all that was handed over so far has become rows. Blocks the thread.
+    fn settle(&self) {
+        let (reply, settled) = sync_channel(1);
+        if self.sender.send(Message::Settled(reply)).is_ok() {
+            // An error means that the thread has stopped: then nothing waits.
+            let _ = settled.recv();
+        }
+    }
+
     /// Works off what was handed over, so that the recorder can be shut down after it.
     fn finish(&self) {
         let _ = self.sender.send(Message::Stop);
@@ -368,6 +385,7 @@ impl Observer for Tee {
 struct Parts {
     proxy: Arc<Proxy>,
     draining: Arc<AtomicBool>,
+    observer: Arc<Tee>,
     recorder: RecorderHandle,
     data: DataDir,
     /// None: states are not collected here.
@@ -416,11 +434,12 @@ impl Controlled for Parts {
         &self,
         selection: bytes::Bytes,
     ) -> Pin<Box<dyn Future<Output = Result<serde_json::Value, String>> + Send>> {
-        let (recorder, data) = (self.recorder.clone(), self.data.clone());
+        let (observer, recorder, data) = (self.observer.clone(), self.recorder.clone(), self.data.clone());
         let (forgetter, options) = (self.forgetter.clone(), self.store_options.clone());
         Box::pin(async move {
             let work = move || -> anyhow::Result<serde_json::Value> {
                 let selection: Selection = serde_json::from_slice(&selection).context("no selection")?;
+                observer.settle();
                 let states = |requests: HashSet<String>| match forgetter {
                     Some(forgetter) => forgetter.forget(requests),
                     None => StateStore::open(&data.states(), options)?
@@ -435,9 +454,14 @@ impl Controlled for Parts {
     }
 
     fn flush(&self) -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> {
-        let recorder = self.recorder.clone();
+        let (observer, recorder) = (self.observer.clone(), self.recorder.clone());
         Box::pin(async move {
-            let sealed = tokio::task::spawn_blocking(move || recorder.seal()).await;
+            let sealed = tokio::task::spawn_blocking(move || {
+                // Else a row whose answer the client has read already could be missing.
+                observer.settle();
+                recorder.seal()
+            })
+            .await;
             match sealed {
                 Ok(Ok(())) => Ok(()),
                 Ok(Err(error)) => Err(error.to_string()),
