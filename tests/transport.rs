@@ -497,9 +497,8 @@ async fn each_phase_has_its_own_limit() {
     }
 }
 
-#[tokio::test]
-async fn a_connection_that_is_never_made_is_given_up() {
-    // A listener whose queue is full lets further connections wait.
+/// A listener whose queue is full: further connections wait. With those that fill it.
+async fn full_listener() -> (TcpListener, Vec<TcpStream>) {
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let listener = socket.listen(1).unwrap();
@@ -508,6 +507,13 @@ async fn a_connection_that_is_never_made_is_given_up() {
     while let Ok(Ok(stream)) = tokio::time::timeout(TICK, TcpStream::connect(address)).await {
         waiting.push(stream);
     }
+    (listener, waiting)
+}
+
+#[tokio::test]
+async fn a_connection_that_is_never_made_is_given_up() {
+    let (listener, _waiting) = full_listener().await;
+    let address = listener.local_addr().unwrap();
     let running = proxy(&address.to_string(), |options| options.connect_timeout = TICK).await;
     let answer = running.ask(&post(CHAT, "", b"{}")).await;
     assert_eq!(answer.status(), 502);
@@ -516,14 +522,8 @@ async fn a_connection_that_is_never_made_is_given_up() {
 
 #[tokio::test]
 async fn a_client_that_leaves_while_vllm_is_looked_for_ends_its_request() {
-    let socket = tokio::net::TcpSocket::new_v4().unwrap();
-    socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
-    let listener = socket.listen(1).unwrap();
+    let (listener, _waiting) = full_listener().await;
     let address = listener.local_addr().unwrap();
-    let mut waiting = Vec::new();
-    while let Ok(Ok(stream)) = tokio::time::timeout(TICK, TcpStream::connect(address)).await {
-        waiting.push(stream);
-    }
     let mut running = proxy(&address.to_string(), |options| options.connect_timeout = 400 * TICK).await;
     let stream = running.send(&post(CHAT, "", b"{}")).await;
     soon(running.begun.recv()).await.unwrap();

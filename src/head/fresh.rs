@@ -76,11 +76,11 @@ pub fn fresh_head(
         *tensor = if dimensions.len() == 1 {
             vec![1.0; count]
         } else {
-            normal(options.seed, name, count, DEVIATION)
+            let deviation = if name == "fc.weight" { FC_DEVIATION } else { DEVIATION };
+            normal(options.seed, name, count, deviation)
         };
     }
     tensors.norm.clone_from(&verifier.norm);
-    tensors.fc = normal(options.seed, "fc.weight", hidden * 3 * hidden, FC_DEVIATION);
     for (feature, row) in tensors.fc.chunks_exact_mut(3 * hidden).enumerate() {
         row[2 * hidden + feature] += 1.0;
     }

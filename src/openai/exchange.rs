@@ -103,11 +103,6 @@ impl Answer {
         }
     }
 
-    /// An answer of chat or completions.
-    pub fn from_response(http_status: u16, content_type: Option<&str>, body: &[u8]) -> Self {
-        Self::read(Dialect::Choices, http_status, content_type, body)
-    }
-
     /// How the choice ended, given how the transfer ended.
     pub fn status_of(&self, choice: Option<&Choice>, transfer: Status) -> Status {
         // A client that has read `[DONE]` may close before the stream's last bytes: it missed nothing.

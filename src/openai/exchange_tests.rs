@@ -23,7 +23,7 @@ fn sample_in(directory: &str, name: &str) -> (u16, String, Vec<u8>) {
 
 fn answer(name: &str) -> Answer {
     let (status, content_type, body) = sample(name);
-    Answer::from_response(status, Some(&content_type), &body)
+    Answer::read(Dialect::Choices, status, Some(&content_type), &body)
 }
 
 fn response_names() -> Vec<String> {
@@ -96,7 +96,7 @@ fn endings_are_told_apart() {
     assert!(answer("engine_death_stream.sse").error_json.unwrap().contains("EngineCore"));
     assert!(answer("err_model.resp.http").error_json.unwrap().contains("NotFoundError"));
     let stopped = br#"{"choices":[{"text":"a","finish_reason":"stop","stop_reason":"2"},{"index":1,"finish_reason":"stop","stop_reason":7}]}"#;
-    let found = Answer::from_response(200, Some("application/json"), stopped);
+    let found = Answer::read(Dialect::Choices, 200, Some("application/json"), stopped);
     assert_eq!(found.choices[0].stop_reason.as_deref(), Some("2"));
     assert_eq!(found.choices[1].stop_reason.as_deref(), Some("7"));
     assert_eq!(found.status_of(found.choices.first(), Status::Ok), Status::Ok);
@@ -117,8 +117,8 @@ data: {"choices":[{"index":0,"finish_reason":"tool_calls","delta":{"tool_calls":
 
 data: [DONE]
 "#;
-    let first = Answer::from_response(200, Some("application/json"), whole);
-    let second = Answer::from_response(200, Some("text/event-stream; charset=utf-8"), stream);
+    let first = Answer::read(Dialect::Choices, 200, Some("application/json"), whole);
+    let second = Answer::read(Dialect::Choices, 200, Some("text/event-stream; charset=utf-8"), stream);
     assert_eq!(first, second);
     assert_eq!(
         first.choices[0].tool_calls_json.as_deref(),
@@ -135,7 +135,7 @@ fn both_reasoning_names_are_read_once() {
         r#"{"choices":[{"message":{"reasoning":"why","reasoning_content":"why","refusal":"no"}}]}"#,
         r#"{"choices":[{"message":{"reasoning":null,"reasoning_content":"why","refusal":"no"}}]}"#,
     ] {
-        let choice = Answer::from_response(200, None, body.as_bytes()).choices.remove(0);
+        let choice = Answer::read(Dialect::Choices, 200, None, body.as_bytes()).choices.remove(0);
         assert_eq!((choice.reasoning.as_deref(), choice.refusal.as_deref()), (Some("why"), Some("no")));
     }
 }
@@ -144,13 +144,13 @@ fn both_reasoning_names_are_read_once() {
 fn a_restored_answer_has_no_ids_and_is_else_the_same() {
     for name in response_names() {
         let (status, content_type, body) = sample(&name);
-        let before = Answer::from_response(status, Some(&content_type), &body);
+        let before = Answer::read(Dialect::Choices, status, Some(&content_type), &body);
         let restored = if is_event_stream(Some(&content_type)) {
             restore_stream(&body, body.len())
         } else {
             restore_json(&body)
         };
-        let after = Answer::from_response(status, Some(&content_type), &restored);
+        let after = Answer::read(Dialect::Choices, status, Some(&content_type), &restored);
         let mut expected = before;
         for choice in &mut expected.choices {
             (choice.token_ids, choice.prompt_token_ids) = (None, None);
