@@ -5,8 +5,8 @@ from dataclasses import dataclass
 CONNECTOR = "DraftsmithConnector"
 # of heads, as vLLM names them; tap.py takes the place of vLLM's own class for them
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-# steps of the largest size that may be on their way to the host
-STEPS_IN_FLIGHT = 2
+# steps of the largest size whose rows may wait in pinned memory for the row store; two were too few at full load
+WAITING_STEPS = 6
 
 
 @dataclass
@@ -23,10 +23,6 @@ class TapConfig:
 def is_tapped(vllm_config) -> bool:
     transfer = vllm_config.kv_transfer_config
     return transfer is not None and transfer.kv_connector == CONNECTOR
-
-
-def ring_rows(vllm_config) -> int:
-    return STEPS_IN_FLIGHT * vllm_config.scheduler_config.max_num_batched_tokens
 
 
 def layer_ids(hf_config) -> list[int]:

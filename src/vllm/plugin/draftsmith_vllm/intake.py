@@ -1,8 +1,9 @@
 """The way of a step's rows from the engine to the row store, and the order of all that happens to the store.
 
-On CUDA a step's rows are copied on the GPU into a ring of a few steps' rows, from there to pinned host memory on a side
-stream, and from there to their place in the store by a thread. On the CPU the first two are one copy. The engine waits
-for none of this: where the ring is full, the step counts as missed.
+On CUDA a step's rows are copied aside on the GPU, from there into a ring of a few steps' rows in pinned host memory on a
+side stream, and from there to their place in the store by a thread. On the CPU the first two are one copy. The engine's
+thread waits for none of this: where the ring is full, the step counts as missed. Its stream waits for the copy of the
+step before, which had a whole step's time for it.
 """
 
 import queue
@@ -20,20 +21,26 @@ logger = init_logger("vllm.draftsmith.intake")
 
 
 class StepBuffers:
-    """Rows and slots of the last few steps, on the GPU and in pinned host memory, at the same places in both.
+    """Rows [.., width] and slots of one step on the GPU, and of the last few steps in pinned host memory.
 
     Made with the draft model, before vLLM measures what is left for the KV cache.
     """
 
-    def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.ring = SegmentRing(rows)
+    def __init__(
+        self, step_rows: int, waiting_steps: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._step_rows = step_rows
+        rows = step_rows * waiting_steps
+        self._ring = SegmentRing(rows)
+        self._ring_lock = threading.Lock()
         self._cuda = device.type == "cuda"
         self.host_rows = torch.empty((rows, width), dtype=dtype, device="cpu", pin_memory=self._cuda)
         self.host_slots = torch.empty(rows, dtype=torch.int64, device="cpu", pin_memory=self._cuda)
         if self._cuda:
-            self._device_rows = torch.empty((rows, width), dtype=dtype, device=device)
-            self._device_slots = torch.empty(rows, dtype=torch.int64, device=device)
+            self._device_rows = torch.empty((step_rows, width), dtype=dtype, device=device)
+            self._device_slots = torch.empty(step_rows, dtype=torch.int64, device=device)
             self._stream = torch.cuda.Stream(device)
+            self._arrived: torch.cuda.Event | None = None  # after it the GPU's part may be written again
 
     def device_bytes(self) -> int:
         return self._device_rows.nbytes + self._device_slots.nbytes if self._cuda else 0
@@ -41,26 +48,41 @@ class StepBuffers:
     def host_bytes(self) -> int:
         return self.host_rows.nbytes + self.host_slots.nbytes
 
+    def take(self, count: int) -> int | None:
+        """The first of `count` rows of the ring, for start_copy(); None where there is no room."""
+        if count > self._step_rows:
+            return None
+        with self._ring_lock:
+            return self._ring.take(count)
+
+    def give_back(self) -> None:
+        """The rows that were taken first are in the store."""
+        with self._ring_lock:
+            self._ring.give_back()
+
     def start_copy(self, begin: int, states: torch.Tensor, slots: torch.Tensor) -> torch.cuda.Event | None:
         """Copies to the ring's rows from `begin` on; the event says when the host has them, None: now."""
-        part = slice(begin, begin + states.shape[0])
+        count = states.shape[0]
+        part = slice(begin, begin + count)
         if not self._cuda:
             self.host_rows[part].copy_(states)
             self.host_slots[part].copy_(slots)
             return None
         # on the engine's own stream, since it overwrites both soon
-        self._device_rows[part].copy_(states)
-        self._device_slots[part].copy_(slots)
+        if self._arrived is not None:
+            torch.cuda.current_stream().wait_event(self._arrived)
+        self._device_rows[:count].copy_(states)
+        self._device_slots[:count].copy_(slots)
         taken = torch.cuda.Event()
         taken.record()
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(taken)
-            self.host_rows[part].copy_(self._device_rows[part], non_blocking=True)
-            self.host_slots[part].copy_(self._device_slots[part], non_blocking=True)
+            self.host_rows[part].copy_(self._device_rows[:count], non_blocking=True)
+            self.host_slots[part].copy_(self._device_slots[:count], non_blocking=True)
             # blocking: the thread that waits for it sleeps
-            arrived = torch.cuda.Event(blocking=True)
-            arrived.record(self._stream)
-        return arrived
+            self._arrived = torch.cuda.Event(blocking=True)
+            self._arrived.record(self._stream)
+        return self._arrived
 
 
 def as_bytes(rows: torch.Tensor) -> np.ndarray:
@@ -75,7 +97,6 @@ class Intake:
         self._buffers = buffers
         self._counters = counters
         self._fewer_rows = fewer_rows
-        self._ring_lock = threading.Lock()
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="draftsmith-intake", daemon=True)
         self._thread.start()
@@ -108,14 +129,13 @@ class Intake:
         if count == 0:
             return
         states, slots = states[:count], slots[:count]
-        with self._ring_lock:
-            begin = self._buffers.ring.take(count)
+        begin = self._buffers.take(count)
         if begin is None:
             self._counters.add(overrun_steps=1)
             if self._counters.overrun_steps == 1:
                 logger.error(
-                    "tap: the host is %d rows behind the engine; requests that run are not exported; counted as "
-                    "overrun_steps", self._buffers.ring.size,
+                    "tap: no room for a step's %d rows, the host is behind the engine; requests that run are not "
+                    "exported; counted as overrun_steps", count,
                 )
             self.submit(self.store.forget_all)
             return
@@ -132,8 +152,7 @@ class Intake:
             self.store.forget_all()
             raise
         finally:
-            with self._ring_lock:
-                self._buffers.ring.give_back()
+            self._buffers.give_back()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -49,7 +49,7 @@ class Counters:
 class Tap:
     """The tap of this process."""
 
-    step_buffers: object = None  # a few steps' rows on their way to the store (intake.StepBuffers)
+    step_buffers: object = None  # rows on their way to the store (intake.StepBuffers)
     intake: object = None  # intake.Intake; None: no tap, or not rank 0
     slot_row: object = None  # V2 runner: its persistent slot row, int64
     persistent_slots: bool = False  # V2 runner

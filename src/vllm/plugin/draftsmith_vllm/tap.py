@@ -5,7 +5,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-from .config import is_tapped, layer_ids, ring_rows
+from .config import WAITING_STEPS, is_tapped, layer_ids
 from .intake import StepBuffers
 from .state import TAP
 
@@ -24,7 +24,8 @@ class TappedEagle3LlamaForCausalLM(Eagle3LlamaForCausalLM):
         if is_tapped(vllm_config) and get_tensor_model_parallel_rank() == 0:
             width = len(layer_ids(self.config)) * vllm_config.model_config.get_hidden_size()
             device = next(self.parameters()).device
-            TAP.step_buffers = StepBuffers(ring_rows(vllm_config), width, vllm_config.model_config.dtype, device)
+            step_rows = vllm_config.scheduler_config.max_num_batched_tokens
+            TAP.step_buffers = StepBuffers(step_rows, WAITING_STEPS, width, vllm_config.model_config.dtype, device)
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if TAP.intake is not None and hidden_states.dim() == 2:
