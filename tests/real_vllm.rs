@@ -134,6 +134,11 @@ fn edited(sample: &Sample, change: impl FnOnce(&mut serde_json::Map<String, Valu
     request.to_string().into_bytes()
 }
 
+fn has_stop_strings(sample: &Sample) -> bool {
+    let request: Value = serde_json::from_slice(&sample.request).unwrap_or_default();
+    ["stop", "stop_sequences"].iter().any(|key| !request[*key].is_null())
+}
+
 /// The rows of each request.
 async fn rows_of(sidecar: &Sidecar, directory: &Path) -> HashMap<String, Vec<Row>> {
     sidecar.flush().await;
@@ -171,9 +176,11 @@ async fn what_left_vllms_socket_is_what_the_client_reads() {
             // A stream that the draft head's limits end at once has an error in it, and status 200.
             let is_answered = answer.status() == 200 && find(&answer.body, b"{\"error\"").is_none();
             answered += usize::from(is_answered);
+            // vLLM's front end finds stop strings, and then aborts the request in the engine, which may have ended it by itself.
+            let may_be_aborted = is_answered && has_stop_strings(&sample);
             // vLLM gives the requests of Responses ids of its own.
             let has_ids = is_answered && sample.path != "/v1/responses";
-            expected_rows.push((id, has_ids));
+            expected_rows.push((id, (!may_be_aborted).then_some(has_ids)));
         }
     }
     assert!(answered > 20, "only {answered} answers were compared; the rest were refused");
@@ -181,11 +188,12 @@ async fn what_left_vllms_socket_is_what_the_client_reads() {
     let found = rows_of(&sidecar, directory.path()).await;
     for (id, has_ids) in &expected_rows {
         let of_request = found.get(id).unwrap_or_else(|| panic!("{id} has no row"));
+        let Some(expected) = has_ids else { continue };
         for row in of_request {
-            assert_eq!(row.output_token_ids.is_some(), *has_ids, "{id}: token ids from the plugin");
+            assert_eq!(row.output_token_ids.is_some(), *expected, "{id}: token ids from the plugin");
         }
     }
-    println!("{} requests have rows; {answered} were answered and have token ids", expected_rows.len());
+    println!("{} requests have rows; {answered} were answered", expected_rows.len());
 }
 
 /// An answer without what differs between any two: its id and time, and how a stream's text is cut into events.
