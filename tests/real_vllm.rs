@@ -134,9 +134,11 @@ fn edited(sample: &Sample, change: impl FnOnce(&mut serde_json::Map<String, Valu
     request.to_string().into_bytes()
 }
 
-fn has_stop_strings(sample: &Sample) -> bool {
-    let request: Value = serde_json::from_slice(&sample.request).unwrap_or_default();
-    ["stop", "stop_sequences"].iter().any(|key| !request[*key].is_null())
+/// Messages name a stop string under a key of its own; elsewhere `stop_reason` is null, or the number of a token, or the string.
+fn is_ended_by_stop_string(sample: &Sample, body: &[u8]) -> bool {
+    let told: &[u8] =
+        if sample.path == "/v1/messages" { b"\"stop_sequence\":\"" } else { b"\"stop_reason\":\"" };
+    find(body, told).is_some()
 }
 
 /// The rows of each request.
@@ -177,7 +179,7 @@ async fn what_left_vllms_socket_is_what_the_client_reads() {
             let is_answered = answer.status() == 200 && find(&answer.body, b"{\"error\"").is_none();
             answered += usize::from(is_answered);
             // vLLM's front end finds stop strings, and then aborts the request in the engine, which may have ended it by itself.
-            let may_be_aborted = is_answered && has_stop_strings(&sample);
+            let may_be_aborted = is_answered && is_ended_by_stop_string(&sample, &answer.body);
             // vLLM gives the requests of Responses ids of its own.
             let has_ids = is_answered && sample.path != "/v1/responses";
             expected_rows.push((id, (!may_be_aborted).then_some(has_ids)));

@@ -2,7 +2,7 @@
 
 On CUDA a step's rows are copied aside on the GPU, from there into a ring of a few steps' rows in pinned host memory on a
 side stream, and from there to their place in the store by a thread. On the CPU the first two are one copy. The engine's
-thread waits for none of this: where the ring is full, the step counts as missed. Its stream waits for the copy of the
+thread waits for none of this: where the ring is full, the step counts as overrun. Its stream waits for the copy of the
 step before, which had a whole step's time for it.
 """
 
