@@ -10,6 +10,7 @@ use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
+use draftsmith::head::file_digest;
 use draftsmith::states::{SampleHeader, StateDtype, StateStore, StoreOptions};
 use rustix::process::{Pid, Signal, kill_process};
 use safetensors::Dtype;
@@ -165,6 +166,20 @@ impl Lab {
         lines
     }
 
+    /// A fresh head's directory, with a draft vocabulary of 20.
+    fn day_0(&self, name: &str) -> PathBuf {
+        let directory = self.keep.path().join(name);
+        let mut init = Command::new(env!("CARGO_BIN_EXE_draftsmith"));
+        init.args(["heads", "init", "--draft-vocab", "20", "--verifier"])
+            .arg(self.keep.path().join("verifier"));
+        assert!(init.arg("--out").arg(&directory).status().unwrap().success());
+        directory
+    }
+
+    fn live(&self) -> Value {
+        serde_json::from_slice(&fs::read(self.data().join("heads/live.json")).unwrap()).unwrap()
+    }
+
     fn model_digest(&self, head: &str) -> Value {
         self.json(&["heads", "show", head])["model_digest"].clone()
     }
@@ -237,7 +252,7 @@ fn following_trains_a_round_when_enough_is_new_and_starts_from_the_last_candidat
     lab.append(3, true);
     let first = lab.json(&["train", "--head", "scratch", "--draft-vocab", "20", "--json"]);
     let first = first["head"].as_str().unwrap().to_owned();
-    assert!(lab.run(&["heads", "promote", &first, "--no-swap"]).status.success());
+    assert!(lab.run(&["heads", "promote", &first, "--no-swap", "--force"]).status.success());
     // Samples 1 to 8 are the live head's; these are a round's worth with the ones to come.
     lab.append(4, false);
     let (mut child, mut stderr) = lab.start(&["train", "--follow", "--json"]);
@@ -270,22 +285,26 @@ fn following_trains_a_round_when_enough_is_new_and_starts_from_the_last_candidat
     assert!(!lab.data().join("runs").join(one["run"].as_str().unwrap()).join("checkpoint.json").exists());
 }
 
-/// Answers as vLLM with the plugin does, whatever head it is given; gives the digests and ends with the test.
-fn fake_vllm() -> (String, std::sync::mpsc::Receiver<String>) {
+/// Answers as vLLM with the plugin does that was started with the head of `directory`, whatever head it is given; gives the
+/// digests of those and ends with the test.
+fn fake_vllm(directory: &Path) -> (String, std::sync::mpsc::Receiver<String>) {
+    let config: Value = serde_json::from_slice(&fs::read(directory.join("config.json")).unwrap()).unwrap();
+    let mut file = directory.join("model.safetensors");
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let mut digest = String::new();
+        let mut digest = file_digest(&file).unwrap();
         for stream in listener.incoming() {
             let (mut stream, path, body) = read_request(stream.unwrap());
             if path == "/update_weights" {
                 digest = body["update_info"]["digest"].as_str().unwrap().to_owned();
+                file = PathBuf::from(body["update_info"]["path"].as_str().unwrap());
                 // The test may be over.
                 let _ = sender.send(digest.clone());
             }
             let answer = json!({ "results": [{
-                "digest": digest, "loaded_at": 1.5, "swaps": 1, "refusals": 0,
+                "digest": digest, "file": file, "config": config, "loaded_at": 1.5, "swaps": 1, "refusals": 0,
                 "tap": { "enabled": true, "steps": 0, "captured_steps": 0, "missed_steps": 0, "overrun_steps": 0, "exported": 0,
                     "not_sampled": 0, "over_budget": 0, "incomplete": 0, "dropped": 0, "failed": 0, "bytes_written": 0,
                     "host_bytes": 8, "device_bytes": 0 },
@@ -334,17 +353,19 @@ fn promote_asks_the_gate_swaps_and_rolls_back() {
         report["head"].as_str().unwrap().to_owned()
     };
     let (weak, strong) = (train("1"), train("300"));
-    let (url, digests) = fake_vllm();
-    let live = |lab: &Lab| -> Value {
-        serde_json::from_slice(&fs::read(lab.data().join("heads/live.json")).unwrap()).unwrap()
-    };
+    let (url, digests) = fake_vllm(&lab.data().join("heads").join(&weak));
+    let live = Lab::live;
 
     let nothing = lab.run(&["heads", "rollback", "--upstream", &url]);
     assert_eq!(nothing.status.code(), Some(1));
-    let report = lab.json(&["heads", "promote", &weak, "--no-swap", "--json"]);
+    // Nothing is live as far as the registry knows: the gate asks for more than no drafting gives.
+    let nothing = lab.run(&["heads", "promote", &weak, "--no-swap"]);
+    assert_eq!(nothing.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&nothing.stderr).contains("1.000 without a head"), "{nothing:?}");
+    let report = lab.json(&["heads", "promote", &weak, "--no-swap", "--force", "--json"]);
     assert_eq!(
         (&report["promoted"], &report["swap"], &report["forced"]),
-        (&json!(true), &Value::Null, &json!(false))
+        (&json!(true), &Value::Null, &json!(true))
     );
     assert!(digests.try_recv().is_err());
 
@@ -385,6 +406,88 @@ fn promote_asks_the_gate_swaps_and_rolls_back() {
     assert_eq!((&back["head"], &back["rolled_back"]["id"]), (&json!(strong), &json!(weak)));
     assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&strong));
     assert_eq!(live(&lab)["id"], json!(strong));
+}
+
+/// The registry knows nothing of the head of day 0, nor of one that was swapped in from a directory.
+#[test]
+fn a_candidate_must_beat_what_vllm_runs_whoever_put_it_there() {
+    let mut lab = Lab::new("learning_rate = 0.01");
+    lab.append(12, false);
+    lab.append(4, true);
+    let day_0 = lab.day_0("day-0");
+    let (url, digests) = fake_vllm(&day_0);
+    let train = |steps: &str| {
+        let report =
+            lab.json(&["train", "--head", "scratch", "--draft-vocab", "20", "--steps", steps, "--json"]);
+        report["head"].as_str().unwrap().to_owned()
+    };
+    let (weak, strong) = (train("40"), train("300"));
+    let promote = |head: &str| lab.run(&["heads", "promote", head, "--upstream", &url, "--json"]);
+
+    let first: Value = serde_json::from_slice(&promote(&weak).stdout).unwrap();
+    let adopted = first["comparison"]["live"]["head"].as_str().unwrap().to_owned();
+    let manifest = lab.json(&["heads", "show", &adopted]);
+    assert_eq!(manifest["origin"]["from"], json!(day_0));
+    assert_eq!((&first["promoted"], &first["forced"]), (&json!(true), &json!(false)), "{first}");
+    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&weak));
+    assert_eq!(lab.live()["previous"][0]["id"], json!(adopted));
+
+    // By hand, from a directory: the next candidate must beat this one, and does not.
+    let by_hand = lab.keep.path().join("by-hand");
+    let directory = by_hand.to_str().unwrap();
+    assert!(lab.run(&["heads", "export", &strong, directory]).status.success());
+    let swapped = lab.run(&["swap", directory, "--upstream", &url]);
+    assert!(String::from_utf8_lossy(&swapped.stderr).contains(&weak), "live.json names another: {swapped:?}");
+    assert_eq!(digests.recv().unwrap(), file_digest(&by_hand.join("model.safetensors")).unwrap());
+    let refused = promote(&weak);
+    assert_eq!(refused.status.code(), Some(1));
+    let second: Value = serde_json::from_slice(&refused.stdout).unwrap();
+    let adopted_strong = second["comparison"]["live"]["head"].as_str().unwrap().to_owned();
+    assert_eq!(lab.json(&["heads", "show", &adopted_strong])["origin"]["from"], json!(by_hand));
+    assert!(digests.try_recv().is_err());
+    assert_eq!(lab.live()["id"], json!(adopted_strong));
+
+    // A swap by hand that was a mistake: rolling back leads to the head that was marked live, not past it.
+    assert!(lab.run(&["swap", day_0.to_str().unwrap(), "--upstream", &url]).status.success());
+    digests.recv().unwrap();
+    let back = lab.json(&["heads", "rollback", "--upstream", &url, "--json"]);
+    assert_eq!((&back["head"], &back["rolled_back"]), (&json!(adopted_strong), &Value::Null));
+    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&adopted_strong));
+    // And now past it, down to the head that vLLM was started with.
+    for wanted in [&weak, &adopted] {
+        let back = lab.json(&["heads", "rollback", "--upstream", &url, "--json"]);
+        assert_eq!(back["head"], json!(wanted));
+        assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(wanted));
+    }
+}
+
+/// Names, shapes and dtypes are the same in all of these: only vLLM's own word on its head tells them apart.
+#[test]
+fn a_head_that_vllm_would_run_by_other_rules_is_refused() {
+    let lab = Lab::new("");
+    let day_0 = lab.day_0("day-0");
+    let (url, digests) = fake_vllm(&day_0);
+    let other = lab.day_0("other");
+    let config: Value = serde_json::from_slice(&fs::read(other.join("config.json")).unwrap()).unwrap();
+    let swap = || lab.run(&["swap", other.to_str().unwrap(), "--upstream", &url]);
+    for (field, value) in [
+        ("norm_output", json!(false)),
+        ("norm_before_residual", json!(true)),
+        ("rms_norm_eps", json!(1e-4)),
+        ("rope_theta", json!(20_000.0)),
+    ] {
+        let mut changed = config.clone();
+        assert_ne!(changed[field], value);
+        changed[field] = value;
+        fs::write(other.join("config.json"), changed.to_string()).unwrap();
+        let refused = swap();
+        let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert_eq!(refused.status.code(), Some(1), "{message}");
+        assert!(message.contains(&format!("`{field}`")) && message.contains("restart vLLM"), "{message}");
+    }
+    assert!(digests.try_recv().is_err(), "none of them reached vLLM");
+    fs::write(other.join("config.json"), config.to_string()).unwrap();
+    assert!(swap().status.success());
 }
 
 /// A swap cannot change the size: what is trained must fit what vLLM was started with.

@@ -14,9 +14,10 @@ use crate::head::{
     default_draft_vocabulary_size, draft_vocabulary, fresh_head,
 };
 use crate::learn::{self, Comparison, Verifier};
-use crate::promote::{Registry, Verdict};
+use crate::promote::{PromoteError, Registry, Verdict, adopt_running};
 use crate::record;
 use crate::store::DataDir;
+use crate::vllm::PluginStatus;
 
 #[derive(Debug, Args)]
 pub struct HeadsCommand {
@@ -40,16 +41,19 @@ enum Action {
         /// Choose the draft vocabulary by the tokens recorded in this data directory
         #[arg(long, value_name = "DIR")]
         from_records: Option<PathBuf>,
+        /// Decides the random weights
         #[arg(long, default_value_t = 0)]
         seed: u64,
         /// Random output rows instead of the verifier's own, which learn faster
         #[arg(long)]
         random_lm_head: bool,
         /// The three layers whose states the head reads, ascending [default: 2, the middle one, the third from the top]
-        #[arg(long, value_name = "LOW,MIDDLE,HIGH", value_delimiter = ',', num_args = 3)]
-        aux_layers: Option<Vec<usize>>,
+        #[arg(long, value_name = "LOW,MIDDLE,HIGH", value_parser = layers)]
+        aux_layers: Option<[usize; 3]>,
+        /// How config.json and the tensors are written; vLLM reads both
         #[arg(long, value_enum, default_value_t = Format::Flat)]
         format: Format,
+        /// Print the report as JSON
         #[arg(long)]
         json: bool,
     },
@@ -57,6 +61,7 @@ enum Action {
     List {
         #[command(flatten)]
         config: ConfigFlags,
+        /// Print the report as JSON
         #[arg(long)]
         json: bool,
     },
@@ -69,19 +74,28 @@ enum Action {
     },
     /// Take a head from a directory into the registry, checked against the verifier
     Import {
+        /// The head's directory: config.json and model.safetensors, in either format
         from: PathBuf,
         #[command(flatten)]
         config: ConfigFlags,
+        /// Print the report as JSON
+        #[arg(long)]
+        json: bool,
     },
     /// Write a registered head to a directory
     Export {
         /// A head's id or the beginning of one, or `live`
         head: String,
+        /// The directory to write; must not exist
         to: PathBuf,
+        /// How config.json and the tensors are written; vLLM reads both
         #[arg(long, value_enum, default_value_t = Format::Flat)]
         format: Format,
         #[command(flatten)]
         config: ConfigFlags,
+        /// Print the report as JSON
+        #[arg(long)]
+        json: bool,
     },
     /// Make a candidate the live head, if it beats the live one on the held-out conversations; exit 1 if it does not
     Promote {
@@ -128,6 +142,11 @@ impl Format {
     }
 }
 
+fn layers(text: &str) -> Result<[usize; 3], String> {
+    let ids: Result<Vec<usize>, _> = text.split(',').map(str::parse).collect();
+    ids.ok().and_then(|ids| ids.try_into().ok()).ok_or_else(|| "give three layers, as in 2,16,29".to_owned())
+}
+
 impl HeadsCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.action {
@@ -143,8 +162,7 @@ impl HeadsCommand {
                 json,
             } => {
                 let output_head = if random_lm_head { OutputHead::Random } else { OutputHead::FromVerifier };
-                let aux_layer_ids = aux_layers.map(|layers| [layers[0], layers[1], layers[2]]);
-                let options = FreshOptions { seed, output_head, aux_layer_ids };
+                let options = FreshOptions { seed, output_head, aux_layer_ids: aux_layers };
                 init(&verifier, &out, draft_vocab, from_records.as_deref(), &options, format.format())?;
                 if json {
                     println!("{}", json!({ "directory": out }));
@@ -158,17 +176,30 @@ impl HeadsCommand {
                 let manifest = registry.show(&registry.resolve(&head)?)?;
                 println!("{}", serde_json::to_string_pretty(&manifest)?);
             }
-            Action::Import { from, config } => {
+            Action::Import { from, config, json } => {
                 let settings = config.load()?;
                 let Verifier { shape, tensors, identity } = Verifier::read(&settings)?;
-                let manifest = open(&settings)?.import(&from, &shape, &identity, Some(&tensors))?;
-                println!("{}", manifest.id);
+                let manifest = Registry::of(&DataDir::new(&settings.data.directory)).import(
+                    &from,
+                    &shape,
+                    &identity,
+                    Some(&tensors),
+                )?;
+                if json {
+                    println!("{}", serde_json::to_string_pretty(&manifest)?);
+                } else {
+                    println!("{}", manifest.id);
+                }
             }
-            Action::Export { head, to, format, config } => {
+            Action::Export { head, to, format, config, json } => {
                 let registry = open(&config.load()?)?;
                 let id = registry.resolve(&head)?;
                 registry.export(&id, &to, format.format(), HeadDtype::Bf16, true)?;
-                println!("{}", to.display());
+                if json {
+                    println!("{}", json!({ "head": id, "directory": to }));
+                } else {
+                    println!("{}", to.display());
+                }
             }
             Action::Promote { head, force, no_swap, config, json } => {
                 return promote(&config.load()?, &head, force, no_swap, json);
@@ -179,8 +210,9 @@ impl HeadsCommand {
     }
 }
 
+/// The registry of a data directory that is there.
 fn open(config: &Config) -> anyhow::Result<Registry> {
-    Ok(Registry::open(&DataDir::new(&config.data.directory))?)
+    Ok(Registry::of(&super::existing_data(config)?))
 }
 
 /// The gate, then the swap, then the pointer: a crash in between leaves a head in vLLM that is not marked, never a marked
@@ -188,7 +220,8 @@ fn open(config: &Config) -> anyhow::Result<Registry> {
 fn promote(config: &Config, name: &str, force: bool, no_swap: bool, json: bool) -> anyhow::Result<ExitCode> {
     let registry = open(config)?;
     let id = registry.resolve(name)?;
-    if registry.live()?.is_some_and(|pointer| pointer.id == id) {
+    let live = live_head(config, &registry, no_swap);
+    if matches!(&live, Ok(Some(live)) if *live == id) {
         if json {
             println!("{}", json!({ "head": id, "promoted": true, "reason": "it is live already" }));
         } else {
@@ -196,13 +229,13 @@ fn promote(config: &Config, name: &str, force: bool, no_swap: bool, json: bool) 
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let compared = learn::compare(config, &registry, &id);
+    let compared = live.and_then(|live| learn::compare(config, &registry, &id, live.as_deref()));
     let (comparison, reason) = match compared {
         Ok(comparison) => {
             let reason = comparison.decision.reason.clone();
             (Some(comparison), reason)
         }
-        Err(error) if force => (None, format!("it could not be compared: {error:#}")),
+        Err(error) if force => (None, format!("it could not be compared: {}", crate::told(&error))),
         Err(error) => return Err(error),
     };
     if !json && let Some(comparison) = &comparison {
@@ -238,6 +271,24 @@ fn promote(config: &Config, name: &str, force: bool, no_swap: bool, json: bool) 
     Ok(ExitCode::SUCCESS)
 }
 
+/// The head that a candidate must beat: the one that vLLM runs, taken into the registry if it is not there; the one that
+/// is marked live where vLLM is to be left alone.
+fn live_head(config: &Config, registry: &Registry, no_swap: bool) -> anyhow::Result<Option<String>> {
+    let marked = registry.live()?.map(|pointer| pointer.id);
+    if no_swap {
+        return Ok(marked);
+    }
+    let status = swap::running(config)?;
+    let Verifier { shape, tensors, identity } = Verifier::read(config)?;
+    let id = adopt_running(registry, &status, &shape, &identity, &tensors)?;
+    if marked.as_ref() != Some(&id) {
+        let instead = marked.map_or_else(String::new, |marked| format!(", not {marked}"));
+        eprintln!("draftsmith: vLLM runs head {id}{instead}: heads/live.json says so now");
+        registry.promote(&id, "vLLM ran it")?;
+    }
+    Ok(Some(id))
+}
+
 fn print_comparison(comparison: &Comparison) {
     let live = comparison.live.as_ref().map(|live| ("live", live));
     for (what, scored) in live.into_iter().chain([("candidate", &comparison.candidate)]) {
@@ -247,11 +298,22 @@ fn print_comparison(comparison: &Comparison) {
 
 fn roll_back(config: &Config, no_swap: bool, json: bool) -> anyhow::Result<()> {
     let registry = open(config)?;
-    let id = registry.fallback()?.id;
-    let swapped = if no_swap { None } else { Some(swap::swap_registered(config, &registry, &id)?) };
-    let pointer = registry.roll_back()?;
+    let marked = registry.live()?.ok_or(PromoteError::NothingLive)?;
+    let runs_another = !no_swap && !runs(&registry, &swap::running(config)?, &marked.id)?;
+    let (id, swapped, rolled_back) = if runs_another {
+        eprintln!(
+            "draftsmith: vLLM runs another head than {}, which heads/live.json names: it gets that one",
+            marked.id
+        );
+        let swapped = swap::swap_registered(config, &registry, &marked.id)?;
+        (marked.id, Some(swapped), None)
+    } else {
+        let id = registry.fallback()?.id;
+        let swapped = if no_swap { None } else { Some(swap::swap_registered(config, &registry, &id)?) };
+        (id, swapped, registry.roll_back()?.rolled_back)
+    };
     if json {
-        println!("{:#}", json!({ "head": id, "rolled_back": pointer.rolled_back, "swap": swapped }));
+        println!("{:#}", json!({ "head": id, "rolled_back": rolled_back, "swap": swapped }));
         return Ok(());
     }
     match &swapped {
@@ -259,6 +321,13 @@ fn roll_back(config: &Config, no_swap: bool, json: bool) -> anyhow::Result<()> {
         None => println!("{id} is marked live; vLLM was left alone"),
     }
     Ok(())
+}
+
+/// Whether vLLM runs this registered head. A head without a digest is nobody's.
+fn runs(registry: &Registry, status: &PluginStatus, id: &str) -> anyhow::Result<bool> {
+    let Some(digest) = &status.digest else { return Ok(false) };
+    let manifest = registry.show(id)?;
+    Ok(manifest.is_of(digest))
 }
 
 fn init(

@@ -7,10 +7,10 @@ use clap::Args;
 
 use super::ConfigFlags;
 use crate::config::Config;
-use crate::head::Head;
+use crate::head::{Head, VerifierShape};
 use crate::promote::{Registry, Swapped, swap_in};
 use crate::store::DataDir;
-use crate::vllm::{Client, Timeouts};
+use crate::vllm::{Client, PluginStatus, Timeouts};
 
 #[derive(Debug, Args)]
 pub struct SwapCommand {
@@ -26,11 +26,18 @@ pub struct SwapCommand {
 impl SwapCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let config = self.config.load()?;
-        let registry = Registry::open(&DataDir::new(&config.data.directory))?;
+        let registry = Registry::of(&DataDir::new(&config.data.directory));
         let given = Path::new(&self.head);
         let swapped = if given.is_dir() {
             let head = Head::read(given, None)?;
-            swap(&config, &registry, &head, given, None)?
+            let swapped = swap(&config, &head, given, None)?;
+            if let Some(pointer) = registry.live()? {
+                eprintln!(
+                    "draftsmith: heads/live.json names {} still; the next `heads promote` takes this head into the registry",
+                    pointer.id
+                );
+            }
+            swapped
         } else {
             let id = registry.resolve(&self.head)?;
             let swapped = swap_registered(&config, &registry, &id)?;
@@ -49,18 +56,19 @@ impl SwapCommand {
 /// Puts a registered head into the running vLLM.
 pub(super) fn swap_registered(config: &Config, registry: &Registry, id: &str) -> anyhow::Result<Swapped> {
     let (head, _) = registry.load(id)?;
-    swap(config, registry, &head, &registry.path(id), Some(id))
+    swap(config, &head, &registry.path(id), Some(id))
 }
 
-fn swap(
-    config: &Config,
-    registry: &Registry,
-    head: &Head,
-    directory: &Path,
-    label: Option<&str>,
-) -> anyhow::Result<Swapped> {
+fn swap(config: &Config, head: &Head, directory: &Path, label: Option<&str>) -> anyhow::Result<Swapped> {
     let client = Client::new(&config.proxy.upstream, Timeouts::default())?;
-    Ok(super::runtime()?.block_on(swap_in(&client, registry, head, directory, label))?)
+    let verifier = config.verifier.directory.as_deref().map(VerifierShape::read).transpose()?;
+    Ok(super::runtime()?.block_on(swap_in(&client, head, directory, label, verifier.as_ref()))?)
+}
+
+/// What vLLM's plugin says of the head that it runs.
+pub(super) fn running(config: &Config) -> anyhow::Result<PluginStatus> {
+    let client = Client::new(&config.proxy.upstream, Timeouts::default())?;
+    Ok(super::runtime()?.block_on(client.status())?)
 }
 
 pub(super) fn print(swapped: &Swapped) {

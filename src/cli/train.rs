@@ -12,7 +12,6 @@ use crate::config::Config;
 use crate::head::Head;
 use crate::learn::{self, CurvePoint, Ended, Start, TrainReport, Wake};
 use crate::promote::Registry;
-use crate::store::DataDir;
 
 #[derive(Debug, Args)]
 pub struct TrainCommand {
@@ -61,6 +60,7 @@ pub struct EvalCommand {
 impl TrainCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = self.config.load_with(&[("train.device", &self.device)])?;
+        super::existing_data(&config)?;
         if let Some(passes) = self.passes {
             config.train.passes = passes;
         }
@@ -150,7 +150,7 @@ impl EvalCommand {
         let head = if Path::new(&self.head).is_dir() {
             Head::read(Path::new(&self.head), None)?
         } else {
-            let registry = Registry::open(&DataDir::new(&config.data.directory))?;
+            let registry = Registry::of(&super::existing_data(&config)?);
             registry.load(&registry.resolve(&self.head)?)?.0
         };
         let (score, _) = learn::score_head(&config, &head)?;

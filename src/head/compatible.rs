@@ -7,7 +7,7 @@ use super::{HeadConfig, Rope};
 /// The first difference that a swap cannot bridge.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error(
-    "`{field}` is {candidate}, the live head has {live}; a swap cannot change it: restart vLLM with the new head"
+    "`{field}` is {candidate}, the head that vLLM was started with has {live}; a swap cannot change it: restart vLLM with the new head"
 )]
 pub struct Incompatible {
     pub field: String,
@@ -15,37 +15,25 @@ pub struct Incompatible {
     pub candidate: String,
 }
 
-/// What of a head vLLM fixes when it starts.
-#[derive(Clone, Copy, Debug)]
-pub struct Fixed<'a> {
-    pub config: &'a HeadConfig,
-    pub draft_ids: &'a [u32],
-}
-
-/// Compares every field that vLLM built its modules, its rope tables and its taps from. The draft vocabulary's map is a
-/// tensor: `vocabulary_may_change` says whether this server takes a new one with a swap (its size never changes).
-pub fn check_swap(
-    live: Fixed<'_>,
-    candidate: Fixed<'_>,
-    vocabulary_may_change: bool,
-) -> Result<(), Incompatible> {
-    let (old, new) = (live.config, candidate.config);
+/// Compares every field that vLLM built its modules, its rope tables and its taps from. The draft vocabulary's size is
+/// one; its map is a tensor, which a swap brings along.
+pub fn check_swap(live: &HeadConfig, candidate: &HeadConfig) -> Result<(), Incompatible> {
     for (field, left, right) in [
-        ("hidden_size", old.hidden_size, new.hidden_size),
-        ("intermediate_size", old.intermediate_size, new.intermediate_size),
-        ("num_attention_heads", old.num_attention_heads, new.num_attention_heads),
-        ("num_key_value_heads", old.num_key_value_heads, new.num_key_value_heads),
-        ("head_dim", old.head_dim, new.head_dim),
-        ("vocab_size", old.vocab_size, new.vocab_size),
-        ("draft_vocab_size", old.draft_vocab_size, new.draft_vocab_size),
-        ("max_position_embeddings", old.max_position_embeddings, new.max_position_embeddings),
-        ("num_verifier_layers", old.num_verifier_layers, new.num_verifier_layers),
+        ("hidden_size", live.hidden_size, candidate.hidden_size),
+        ("intermediate_size", live.intermediate_size, candidate.intermediate_size),
+        ("num_attention_heads", live.num_attention_heads, candidate.num_attention_heads),
+        ("num_key_value_heads", live.num_key_value_heads, candidate.num_key_value_heads),
+        ("head_dim", live.head_dim, candidate.head_dim),
+        ("vocab_size", live.vocab_size, candidate.vocab_size),
+        ("draft_vocab_size", live.draft_vocab_size, candidate.draft_vocab_size),
+        ("max_position_embeddings", live.max_position_embeddings, candidate.max_position_embeddings),
+        ("num_verifier_layers", live.num_verifier_layers, candidate.num_verifier_layers),
     ] {
         same(field, &left, &right)?;
     }
-    same("rms_norm_eps", &old.rms_norm_eps, &new.rms_norm_eps)?;
-    same("rope_theta", &old.rope.theta, &new.rope.theta)?;
-    let (old_scaling, new_scaling) = (scaling(&old.rope), scaling(&new.rope));
+    same("rms_norm_eps", &live.rms_norm_eps, &candidate.rms_norm_eps)?;
+    same("rope_theta", &live.rope.theta, &candidate.rope.theta)?;
+    let (old_scaling, new_scaling) = (scaling(&live.rope), scaling(&candidate.rope));
     if old_scaling != new_scaling {
         return Err(Incompatible {
             field: "rope_scaling".into(),
@@ -53,19 +41,10 @@ pub fn check_swap(
             candidate: new_scaling.to_string(),
         });
     }
-    same("aux_layer_ids", &old.aux_layer_ids, &new.aux_layer_ids)?;
-    same("fc_norm", &old.fc_norm, &new.fc_norm)?;
-    same("norm_output", &old.norm_output, &new.norm_output)?;
-    same("norm_before_residual", &old.norm_before_residual, &new.norm_before_residual)?;
-    if vocabulary_may_change {
-        return Ok(());
-    }
-    let different = live.draft_ids.iter().zip(candidate.draft_ids).position(|(left, right)| left != right);
-    if let Some(index) = different {
-        let field = format!("d2t[{index}]");
-        return same(&field, &live.draft_ids[index], &candidate.draft_ids[index]);
-    }
-    Ok(())
+    same("aux_layer_ids", &live.aux_layer_ids, &candidate.aux_layer_ids)?;
+    same("fc_norm", &live.fc_norm, &candidate.fc_norm)?;
+    same("norm_output", &live.norm_output, &candidate.norm_output)?;
+    same("norm_before_residual", &live.norm_before_residual, &candidate.norm_before_residual)
 }
 
 /// The scaling with one name for its kind: older configs say `type`, newer ones `rope_type`.

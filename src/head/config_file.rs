@@ -101,6 +101,18 @@ const FLAT_ARCHITECTURES: [&str; 3] =
     ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3Model"];
 const SPECULATORS_ARCHITECTURES: [&str; 2] = ["Eagle3Speculator", "Eagle3DraftModel"];
 
+impl HeadConfig {
+    /// Reads the object of a config.json in either format. `from` is named in errors. Heads that name three layers need the
+    /// verifier's shape.
+    pub fn from_json(
+        from: &Path,
+        object: &Map<String, Value>,
+        verifier: Option<&VerifierShape>,
+    ) -> Result<Self, HeadError> {
+        Ok(parse(from, object, verifier)?.0)
+    }
+}
+
 /// Reads a config.json's object.
 ///
 /// Heads from elsewhere often name three layers; then N, and the ids too where they are left out, come from `verifier`.

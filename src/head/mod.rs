@@ -19,7 +19,7 @@ mod verifier;
 mod vocabulary;
 
 pub use checkpoint::{Head, HeadDtype, WriteOptions};
-pub use compatible::{Fixed, Incompatible, check_swap};
+pub use compatible::{Incompatible, check_swap};
 pub use config_file::{HeadFormat, KeptFields, VerifierReference};
 pub use error::HeadError;
 

@@ -22,12 +22,16 @@ pub struct Scored {
     pub score: HeldOutScore,
 }
 
-/// Compares a registered candidate with the live head. Scores that are missing, or of different sets, are made anew on
-/// the held-out set of now, and kept in the manifests.
-pub fn compare(config: &Config, registry: &Registry, candidate: &str) -> anyhow::Result<Comparison> {
-    let live = registry.live()?.map(|pointer| pointer.id);
+/// Compares a registered candidate with the live head, registered too. Scores that are missing, or of different sets, are
+/// made anew on the held-out set of now, and kept in the manifests.
+pub fn compare(
+    config: &Config,
+    registry: &Registry,
+    candidate: &str,
+    live: Option<&str>,
+) -> anyhow::Result<Comparison> {
     let mut ids = vec![candidate];
-    ids.extend(live.as_deref());
+    ids.extend(live);
     let mut scores = Vec::new();
     for id in &ids {
         scores.extend(registry.show(id)?.score);
@@ -38,7 +42,7 @@ pub fn compare(config: &Config, registry: &Registry, candidate: &str) -> anyhow:
         scores = score_now(config, registry, &ids)?;
     }
     let candidate = Scored { head: candidate.to_owned(), score: scores.remove(0) };
-    let live = live.map(|head| Scored { head, score: scores.remove(0) });
+    let live = live.map(|head| Scored { head: head.to_owned(), score: scores.remove(0) });
     let decision = decide(live.as_ref().map(|live| &live.score), &candidate.score, config.gate.min_gain)?;
     Ok(Comparison { live, candidate, decision })
 }

@@ -32,7 +32,7 @@ pub fn follow(
     let data = DataDir::new(&config.data.directory);
     data.create()?;
     let verifier = Verifier::read(config)?;
-    let registry = Registry::open(&data)?;
+    let registry = Registry::of(&data);
     let (mut head, mut parent) = starting_head(start, &data, &registry, &verifier, config)?;
     let (mut optimizer, mut last_run, mut newest_sample) = (None, None, None);
     if let Some(id) = &parent

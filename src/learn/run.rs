@@ -87,7 +87,7 @@ pub fn train_candidate(
 ) -> anyhow::Result<Ended> {
     let data = DataDir::new(&config.data.directory);
     let verifier = Verifier::read(config)?;
-    let (head, parent) = starting_head(start, &data, &Registry::open(&data)?, &verifier, config)?;
+    let (head, parent) = starting_head(start, &data, &Registry::of(&data), &verifier, config)?;
     let layout = StateLayout::of(&head.config);
     let training = Samples::open(&data, Side::Train, &layout)?;
     ensure!(
@@ -248,7 +248,7 @@ impl Run {
             None => score(config, verifier, &held_out, &head)?,
         };
         let last = metrics.lines().last();
-        let manifest = Registry::open(data)?.add(&Candidate {
+        let manifest = Registry::of(data).add(&Candidate {
             head: &head,
             verifier: &verifier.identity,
             origin: Origin::Trained,

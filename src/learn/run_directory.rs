@@ -60,7 +60,7 @@ pub fn heads_that_learned_from(
     requests: &BTreeSet<String>,
 ) -> anyhow::Result<BTreeSet<String>> {
     // Oldest first: a parent comes before what goes on from it.
-    let heads = Registry::open(data)?.list()?.heads;
+    let heads = Registry::of(data).list()?.heads;
     let mut found = BTreeSet::new();
     for manifest in heads {
         let from_parent = manifest.parent.as_ref().is_some_and(|parent| found.contains(parent));

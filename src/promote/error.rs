@@ -18,6 +18,14 @@ pub enum PromoteError {
     Incompatible(#[from] Incompatible),
     #[error(transparent)]
     Vllm(#[from] ClientError),
+    #[error(
+        "vLLM's plugin does not say which head it was started with; write the plugin again with `draftsmith vllm plugin` and restart vLLM"
+    )]
+    OldPlugin,
+    #[error(
+        "vLLM does not say which file its head is from: an update of its weights failed, or it was started with a head by name; `draftsmith swap` a head that is good first"
+    )]
+    RunningUnknown,
     #[error("no head `{id}` in {}; `draftsmith heads list` names those there", directory.display())]
     NoSuchHead { id: String, directory: PathBuf },
     #[error("`{prefix}` begins the ids of {count} heads; give more of the id")]

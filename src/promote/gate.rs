@@ -72,8 +72,8 @@ pub struct Decision {
     pub verdict: Verdict,
     /// For people, with the numbers.
     pub reason: String,
-    /// Candidate minus live, tokens per step; none without a live head.
-    pub gain: Option<f64>,
+    /// Candidate minus live, or minus 1 without a live head; tokens per step.
+    pub gain: f64,
     /// Standard error of the gain over conversations, where both scores kept them.
     pub gain_error: Option<f64>,
 }
@@ -98,7 +98,7 @@ const SURE: f64 = 2.0;
 /// Decides between the live head and a candidate, both scored on the same held-out set.
 ///
 /// `min_gain` is in acceptance length (tokens per step). Where both scores kept their conversations, the gain must also
-/// stand out of the noise over them. Without a live head, a candidate needs a valid score alone.
+/// stand out of the noise over them. Without a live head, a candidate must beat no drafting at all: one token per step.
 pub fn decide(
     live: Option<&HeldOutScore>,
     candidate: &HeldOutScore,
@@ -110,8 +110,7 @@ pub fn decide(
     candidate.check("candidate")?;
     let new = candidate.acceptance_length;
     let Some(live) = live else {
-        let reason = format!("no live head; the candidate's acceptance length is {new:.3}");
-        return Ok(Decision { verdict: Verdict::Promote, reason, gain: None, gain_error: None });
+        return Ok(judge(1.0, "without a head", new, min_gain, None));
     };
     live.check("live")?;
     if live.set_digest != candidate.set_digest {
@@ -123,9 +122,12 @@ pub fn decide(
         return Err(GateError::OtherDepth { live: depths.0, candidate: depths.1 });
     }
     let old = live.acceptance_length;
+    Ok(judge(old, "live", new, min_gain, paired_error(live, candidate)))
+}
+
+fn judge(old: f64, whose: &str, new: f64, min_gain: f64, gain_error: Option<f64>) -> Decision {
     let gain = new - old;
-    let gain_error = paired_error(live, candidate);
-    let numbers = format!("acceptance length {old:.3} live, {new:.3} candidate, gain {gain:+.3}");
+    let numbers = format!("acceptance length {old:.3} {whose}, {new:.3} candidate, gain {gain:+.3}");
     let (verdict, reason) = if gain <= 0.0 || gain < min_gain {
         (Verdict::Keep, format!("{numbers}; asked for {min_gain:.3} and above 0"))
     } else if let Some(error) = gain_error.filter(|error| gain < SURE * error) {
@@ -133,7 +135,7 @@ pub fn decide(
     } else {
         (Verdict::Promote, format!("{numbers}; asked for {min_gain:.3}"))
     };
-    Ok(Decision { verdict, reason, gain: Some(gain), gain_error })
+    Decision { verdict, reason, gain, gain_error }
 }
 
 /// Standard error of the gain, a ratio estimate over conversations paired by id. Pairing removes what both heads find
@@ -195,7 +197,7 @@ mod tests {
         let live = score(&[0.5, 0.25]);
         let better = decide(Some(&live), &score(&[0.6, 0.35]), 0.1).unwrap();
         assert_eq!(better.verdict, Verdict::Promote);
-        assert!((better.gain.unwrap() - 0.2).abs() < 1e-9);
+        assert!((better.gain - 0.2).abs() < 1e-9);
         assert!(better.reason.contains("1.750 live, 1.950 candidate"), "{}", better.reason);
         assert_eq!(decide(Some(&live), &score(&[0.55, 0.25]), 0.1).unwrap().verdict, Verdict::Keep);
         assert_eq!(decide(Some(&live), &live, 0.0).unwrap().verdict, Verdict::Keep);
@@ -203,8 +205,12 @@ mod tests {
     }
 
     #[test]
-    fn first_head_needs_a_valid_score_alone() {
-        assert_eq!(decide(None, &score(&[0.0, 0.0]), 0.1).unwrap().verdict, Verdict::Promote);
+    fn first_head_must_beat_no_drafting() {
+        assert_eq!(decide(None, &score(&[0.0, 0.0]), 0.0).unwrap().verdict, Verdict::Keep);
+        let little = decide(None, &score(&[0.05, 0.0]), 0.1).unwrap();
+        assert_eq!(little.verdict, Verdict::Keep);
+        assert!(little.reason.contains("1.000 without a head, 1.050 candidate"), "{}", little.reason);
+        assert_eq!(decide(None, &score(&[0.2, 0.0]), 0.1).unwrap().verdict, Verdict::Promote);
         let empty = HeldOutScore::new("set", 0, vec![0.5]);
         assert!(decide(None, &empty, 0.1).unwrap_err().to_string().contains("no drafts"));
     }

@@ -37,9 +37,28 @@ pub struct Manifest {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Origin {
-    Fresh { seed: u64 },
+    Fresh {
+        seed: u64,
+    },
     Trained,
-    Imported { from: String },
+    Imported {
+        from: String,
+        /// sha256 (hex) of the model.safetensors that it was read from, where there was one; ours differs, since it is
+        /// written anew.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        digest: Option<String>,
+    },
+}
+
+impl Manifest {
+    /// Whether a model file with this sha256 (hex) is this head: its own, or the one that it was imported from.
+    pub fn is_of(&self, digest: &str) -> bool {
+        let imported_from = match &self.origin {
+            Origin::Imported { digest, .. } => digest.as_deref(),
+            Origin::Fresh { .. } | Origin::Trained => None,
+        };
+        self.model_digest == digest || imported_from == Some(digest)
+    }
 }
 
 /// What a training run saw until it gave this head.

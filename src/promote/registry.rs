@@ -47,11 +47,9 @@ pub struct Listing {
 }
 
 impl Registry {
-    /// Opens the registry, making its directory if need be.
-    pub fn open(data: &DataDir) -> Result<Self, PromoteError> {
-        let directory = data.heads();
-        fs::create_dir_all(&directory).map_err(PromoteError::io(&directory))?;
-        Ok(Self { directory })
+    /// The registry of a data directory. Its own directory is made with the first head.
+    pub fn of(data: &DataDir) -> Self {
+        Self { directory: data.heads() }
     }
 
     /// The directory of a head; what a vLLM with our plugin is given (four layer ids, see [`WriteOptions`]).
@@ -61,6 +59,7 @@ impl Registry {
 
     /// Registers a head: written aside, then renamed as a whole.
     pub fn add(&self, candidate: &Candidate<'_>) -> Result<Manifest, PromoteError> {
+        fs::create_dir_all(&self.directory).map_err(PromoteError::io(&self.directory))?;
         let now = Timestamp::now();
         let id = new_id(now);
         let aside = self.directory.join(format!(".{id}.tmp"));
@@ -126,7 +125,11 @@ impl Registry {
 
     fn ids(&self) -> Result<Vec<String>, PromoteError> {
         let mut ids = Vec::new();
-        for entry in fs::read_dir(&self.directory).map_err(PromoteError::io(&self.directory))? {
+        let entries = match fs::read_dir(&self.directory) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(ids),
+            found => found.map_err(PromoteError::io(&self.directory))?,
+        };
+        for entry in entries {
             let entry = entry.map_err(PromoteError::io(&self.directory))?;
             let name = entry.file_name().to_string_lossy().into_owned();
             if !name.starts_with('.') && entry.path().is_dir() {
@@ -181,6 +184,12 @@ impl Registry {
         Ok(manifest)
     }
 
+    /// The newest head whose model file has this sha256 (hex), or that was imported from a file that has it.
+    pub fn find(&self, digest: &str) -> Result<Option<String>, PromoteError> {
+        let heads = self.list()?.heads;
+        Ok(heads.into_iter().rev().find(|manifest| manifest.is_of(digest)).map(|manifest| manifest.id))
+    }
+
     /// Reads a head and checks it against its manifest: digest, config, vocabulary.
     pub fn load(&self, id: &str) -> Result<(Head, Manifest), PromoteError> {
         let manifest = self.show(id)?;
@@ -218,6 +227,9 @@ impl Registry {
         verifier: &VerifierIdentity,
         tensors: Option<&VerifierTensors>,
     ) -> Result<Manifest, PromoteError> {
+        let file = from.join("model.safetensors");
+        let digest =
+            if file.is_file() { Some(file_digest(&file).map_err(PromoteError::io(&file))?) } else { None };
         let mut head = Head::read(from, Some(shape))?;
         if let Some(tensors) = tensors {
             head.share_embedding(from, tensors)?;
@@ -225,7 +237,7 @@ impl Registry {
         self.add(&Candidate {
             head: &head,
             verifier,
-            origin: Origin::Imported { from: from.display().to_string() },
+            origin: Origin::Imported { from: from.display().to_string(), digest },
             parent: None,
             training: None,
             score: None,
@@ -347,6 +359,7 @@ impl Registry {
 
     /// Held while the pointer or a manifest changes: `serve`, the trainer and a command may do so at once.
     fn lock(&self) -> Result<File, PromoteError> {
+        fs::create_dir_all(&self.directory).map_err(PromoteError::io(&self.directory))?;
         let path = self.directory.join(".lock");
         let file = OpenOptions::new()
             .write(true)

@@ -1,4 +1,7 @@
 //! A head's way into a running vLLM; the same for a swap, a promotion and a roll-back.
+//!
+//! What a swap cannot change is compared with what vLLM itself says of the head that it was started with, never with what
+//! we remember: vLLM may have been restarted, or been given a head by somebody else.
 
 use std::path::Path;
 
@@ -6,8 +9,10 @@ use serde::Serialize;
 
 use super::error::PromoteError;
 use super::registry::Registry;
-use crate::head::{Fixed, Head, check_swap, file_digest};
-use crate::vllm::Client;
+use crate::head::{
+    Head, HeadConfig, VerifierIdentity, VerifierShape, VerifierTensors, check_swap, file_digest,
+};
+use crate::vllm::{Client, PluginStatus};
 
 /// What a swap did.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -22,22 +27,17 @@ pub struct Swapped {
     pub total_ms: f64,
 }
 
-/// Puts the head of `directory` into vLLM, after checking that a swap can bridge it and the live one. `label`: a
-/// registered head's id; the beginning of the file's digest without one. Records nothing: see [`Registry::promote`].
+/// Puts the head of `directory` into vLLM, after checking that a swap can bridge it and the head that vLLM was started
+/// with. `label`: a registered head's id; the beginning of the file's digest without one. `verifier`: only needed where
+/// vLLM was started with a head that names three layers. Records nothing: see [`Registry::promote`].
 pub async fn swap_in(
     client: &Client,
-    registry: &Registry,
     head: &Head,
     directory: &Path,
     label: Option<&str>,
+    verifier: Option<&VerifierShape>,
 ) -> Result<Swapped, PromoteError> {
-    // A damaged live head must not stand in the way of a roll-back; the plugin refuses a file that does not fit, too.
-    if let Some(pointer) = registry.live()?
-        && let Ok(live) = registry.show(&pointer.id)
-    {
-        let fixed = |config| Fixed { config, draft_ids: &head.draft_ids };
-        check_swap(fixed(&live.config), fixed(&head.config), true)?;
-    }
+    check_swap(&started_with(&client.status().await?, verifier)?, &head.config)?;
     let directory = directory.canonicalize().map_err(PromoteError::io(directory))?;
     let file = directory.join("model.safetensors");
     let digest = file_digest(&file).map_err(PromoteError::io(&file))?;
@@ -46,4 +46,26 @@ pub async fn swap_in(
     let milliseconds = |duration: std::time::Duration| duration.as_secs_f64() * 1e3;
     let (update_ms, total_ms) = (milliseconds(report.update), milliseconds(report.total));
     Ok(Swapped { label, digest, update_ms, total_ms })
+}
+
+fn started_with(status: &PluginStatus, verifier: Option<&VerifierShape>) -> Result<HeadConfig, PromoteError> {
+    let config = status.config.as_ref().ok_or(PromoteError::OldPlugin)?;
+    Ok(HeadConfig::from_json(Path::new("the head that vLLM was started with"), config, verifier)?)
+}
+
+/// The registered head that vLLM runs. Where the registry does not have it, such as the head of day 0 or one that was
+/// swapped in by hand, it is imported, so that it can be scored, and rolled back to.
+pub fn adopt_running(
+    registry: &Registry,
+    status: &PluginStatus,
+    shape: &VerifierShape,
+    identity: &VerifierIdentity,
+    tensors: &VerifierTensors,
+) -> Result<String, PromoteError> {
+    let Some(digest) = &status.digest else { return Err(PromoteError::RunningUnknown) };
+    if let Some(id) = registry.find(digest)? {
+        return Ok(id);
+    }
+    let directory = status.file.as_deref().and_then(Path::parent).ok_or(PromoteError::RunningUnknown)?;
+    Ok(registry.import(directory, shape, identity, Some(tensors))?.id)
 }

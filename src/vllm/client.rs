@@ -89,6 +89,12 @@ pub struct Model {
 pub struct PluginStatus {
     /// sha256 (hex) of the file of the head last loaded whole. None: not known.
     pub digest: Option<String>,
+    /// That file, as vLLM sees it. None: not known, or not one local file.
+    #[serde(default)]
+    pub file: Option<PathBuf>,
+    /// config.json of the head that the server started with, which no swap changes. None: a plugin of an older draftsmith.
+    #[serde(default)]
+    pub config: Option<serde_json::Map<String, Value>>,
     /// Seconds since the epoch. None: the head that the server started with.
     pub loaded_at: Option<f64>,
     /// Swaps done since the start.

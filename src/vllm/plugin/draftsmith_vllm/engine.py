@@ -80,7 +80,7 @@ class DraftsmithEngine(WeightTransferEngine[DraftsmithInitInfo, DraftsmithUpdate
             raise
         read = time.perf_counter()
         # until the load is through, nobody can say which head is live
-        HEAD.digest = None
+        HEAD.digest, HEAD.file = None, None
         initialize_layerwise_reload(self.model)
         try:
             with disable_mtp_completeness_check():
@@ -88,7 +88,7 @@ class DraftsmithEngine(WeightTransferEngine[DraftsmithInitInfo, DraftsmithUpdate
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
         self.staging.loaded()
-        HEAD.digest, HEAD.loaded_at = digest, time.time()
+        HEAD.digest, HEAD.file, HEAD.loaded_at = digest, update_info.path, time.time()
         HEAD.swaps += 1
         logger.info("head %s live: %s in %.3f s, loaded in %.3f s", digest[:12],
                     "read and checked" if staged is None else "taken as staged", read - begun,

@@ -1,6 +1,7 @@
 """What tap, connector, engine and worker extension share: they live in one worker process."""
 
 import hashlib
+import json
 import os
 import threading
 from dataclasses import asdict, dataclass, field
@@ -69,9 +70,11 @@ class Tap:
 
 @dataclass
 class Head:
-    """The live head: the one last loaded whole. digest None: not known."""
+    """The live head: the one last loaded whole. digest and file None: not known."""
 
     digest: str | None = None
+    file: str | None = None  # its model.safetensors
+    config: dict | None = None  # config.json of the head that the server started with: no swap changes what it says
     loaded_at: float | None = None  # seconds since the epoch; None: the head that the server started with
     swaps: int = 0
     refusals: int = 0
@@ -82,15 +85,28 @@ HEAD = Head()
 
 
 def remember_first_head(vllm_config) -> None:
-    """The digest of the head that the server starts with, where that is one local file."""
+    """The config of the head that the server starts with, and its digest where it is one local file."""
     speculative = vllm_config.speculative_config
-    if HEAD.digest is not None or speculative is None or speculative.draft_model_config is None:
+    if HEAD.config is not None or speculative is None or speculative.draft_model_config is None:
         return
-    path = os.path.join(speculative.draft_model_config.model, "model.safetensors")
+    directory = speculative.draft_model_config.model
+    HEAD.config = read_config(directory, speculative.draft_model_config.revision)
+    path = os.path.abspath(os.path.join(directory, "model.safetensors"))
     if not os.path.isfile(path):
         return
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
-    HEAD.digest = digest.hexdigest()
+    HEAD.digest, HEAD.file = digest.hexdigest(), path
+
+
+def read_config(model: str, revision: str | None) -> dict:
+    """config.json as it is, of a directory or of a name that Hugging Face's cache knows."""
+    local = os.path.join(model, "config.json")
+    if not os.path.isfile(local):
+        from transformers import PretrainedConfig
+
+        return PretrainedConfig.get_config_dict(model, revision=revision)[0]
+    with open(local) as file:
+        return json.load(file)

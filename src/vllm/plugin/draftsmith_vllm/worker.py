@@ -12,6 +12,8 @@ class DraftsmithWorker:
         staging = getattr(self.weight_transfer_engine, "staging", None)
         return {
             "digest": HEAD.digest,
+            "file": HEAD.file,
+            "config": HEAD.config,
             "loaded_at": HEAD.loaded_at,
             "swaps": HEAD.swaps,
             "refusals": HEAD.refusals,
