@@ -1,6 +1,8 @@
-//! The binary's own variables of the environment, which no test may set in its own process.
+//! The binary as its users call it: variables of the environment, files that cannot be used, exit codes.
 
-use std::process::Command;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Output};
 
 #[test]
 fn variables_that_stand_for_flags_are_no_keys_of_the_configuration() {
@@ -19,4 +21,89 @@ fn variables_that_stand_for_flags_are_no_keys_of_the_configuration() {
     let refused = show("DRAFTSMITH_PROXY_LISTEN", "127.0.0.1:1");
     let text = String::from_utf8(refused.stderr).unwrap();
     assert!(!refused.status.success() && text.contains("unknown key `proxy_listen`"), "{text}");
+}
+
+fn draftsmith(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_draftsmith")).args(arguments).output().unwrap()
+}
+
+fn told(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Nothing is bound, and nothing is written, before every file of the configuration was read.
+#[test]
+fn a_file_that_cannot_be_used_is_named_before_a_port_is_bound() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("draftsmith.toml");
+    let absent = "/nonexistent/file";
+    // Taken, so that a `serve` that gets as far as binding says so, and ends.
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let listen = taken.local_addr().unwrap();
+    let data = directory.path().join("data");
+    let cases = [
+        ("proxy.tls_certificate_file", "[proxy]\ntls_certificate_file = \"FILE\"\ntls_key_file = \"FILE\"\n"),
+        ("proxy.client_keys_file", "[proxy]\nclient_keys_file = \"FILE\"\n"),
+        ("proxy.upstream_key_file", "[proxy]\nupstream_key_file = \"FILE\"\n"),
+        (
+            "proxy.upstream_ca_file",
+            "[proxy]\nupstream = \"https://localhost:1\"\nupstream_ca_file = \"FILE\"\n",
+        ),
+        ("control.keys_file", "[control]\nkeys_file = \"FILE\"\n"),
+        ("verifier.directory", "[verifier]\ndirectory = \"FILE\"\n"),
+    ];
+    for (key, text) in cases {
+        std::fs::write(&file, text.replace("FILE", absent)).unwrap();
+        let config = file.to_str().unwrap();
+        let checked = draftsmith(&["config", "check", "--config", config]);
+        assert_eq!(checked.status.code(), Some(2), "{key}: {}", told(&checked));
+        let listen = listen.to_string();
+        let served =
+            draftsmith(&["serve", "--config", config, "--listen", &listen, "--data", data.to_str().unwrap()]);
+        assert_eq!(served.status.code(), Some(1), "{key}: {}", told(&served));
+        for message in [told(&checked), told(&served)] {
+            assert!(message.contains(key) && message.contains(absent), "{key}: {message}");
+            assert!(!message.contains("cannot bind"), "{key}: {message}");
+            assert!(message.matches("No such file").count() <= 1, "the cause is told once: {message}");
+        }
+        assert!(!data.exists(), "{key}");
+    }
+    let served = draftsmith(&["serve", "--listen", &listen.to_string(), "--data", data.to_str().unwrap()]);
+    assert!(told(&served).contains("cannot bind proxy.listen"), "{}", told(&served));
+}
+
+#[test]
+fn config_check_tells_as_json() {
+    let output = draftsmith(&["config", "check", "--json"]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["usable"], output.status.code()), (&serde_json::json!(true), Some(0)));
+    assert!(report["doubts"][0].as_str().unwrap().contains("states.transfer_directory"), "{report}");
+    let output = draftsmith(&["config", "check", "--json", "--listen", "nowhere"]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&report["usable"], output.status.code()), (&serde_json::json!(false), Some(2)));
+    let problem = report["problem"].as_str().unwrap();
+    assert!(problem.contains("proxy.listen") && problem.contains("nowhere"), "{problem}");
+}
+
+/// A mistyped directory must neither be made nor look like an empty one.
+#[test]
+fn commands_that_read_the_data_directory_do_not_make_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let nope = directory.path().join("nope");
+    let commands: [&[&str]; 8] = [
+        &["heads", "list"],
+        &["heads", "show", "live"],
+        &["heads", "rollback"],
+        &["records", "stats"],
+        &["records", "verify"],
+        &["records", "export"],
+        &["train"],
+        &["eval", "live"],
+    ];
+    for command in commands {
+        let output = draftsmith(&[command, &["--data", nope.to_str().unwrap()]].concat());
+        assert_eq!(output.status.code(), Some(1), "{command:?}");
+        assert!(told(&output).contains("data.directory = "), "{command:?}: {}", told(&output));
+        assert!(!Path::new(&nope).exists(), "{command:?}");
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Debug;
 
-use super::{Config, ConfigError, PrivacyConfig, UpstreamAddress};
+use super::{Config, ConfigError, PrivacyConfig, TokenIds, UpstreamAddress};
 
 /// Refuses the first value that cannot work, by its key.
 pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
@@ -36,7 +36,10 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
         &control,
         "the control port must be on a loopback address",
     )?;
-    let shared = control == config.proxy.listen && control.port() != 0;
+    // A wildcard takes the port of every address.
+    let listen = config.proxy.listen;
+    let one_address = control.ip() == listen.ip() || listen.ip().is_unspecified();
+    let shared = one_address && control.port() == listen.port() && control.port() != 0;
     require(!shared, "control.listen", &control, "choose another port than proxy.listen")?;
 
     let fraction = config.data.held_out_fraction;
@@ -100,9 +103,12 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
         &train.step_decay,
         "choose from above 0 to 1",
     )?;
-    require(train.learning_rate > 0.0, "train.learning_rate", &train.learning_rate, "must be above 0")?;
-    require(train.gradient_clip > 0.0, "train.gradient_clip", &train.gradient_clip, "must be above 0")?;
-    require(train.weight_decay >= 0.0, "train.weight_decay", &train.weight_decay, "must not be negative")?;
+    for (key, value) in
+        [("train.learning_rate", train.learning_rate), ("train.gradient_clip", train.gradient_clip)]
+    {
+        require(value.is_finite() && value > 0.0, key, &value, "choose a number above 0")?;
+    }
+    not_negative("train.weight_decay", train.weight_decay)?;
     positive("train.batch_documents", train.batch_documents as u64)?;
     positive("train.passes", train.passes as u64)?;
     positive("train.follow_samples", train.follow_samples as u64)?;
@@ -112,7 +118,31 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
         &train.rehearsal_share,
         "choose from 0 up to, not including, 1",
     )?;
-    require(config.gate.min_gain >= 0.0, "gate.min_gain", &config.gate.min_gain, "must not be negative")
+    not_negative("gate.min_gain", config.gate.min_gain)
+}
+
+/// What works, and is likely not meant.
+pub(super) fn doubts(config: &Config) -> Vec<String> {
+    let mut doubts = Vec::new();
+    let record = &config.record;
+    if record.enabled && record.token_ids == TokenIds::Plugin && config.states.transfer_directory.is_none() {
+        doubts.push(
+            "records will have no token ids, and nothing can be trained: set states.transfer_directory, with the plugin \
+             in vLLM, or record.token_ids = \"request\" without it"
+                .to_owned(),
+        );
+    }
+    if config.states.transfer_directory.is_some() && config.verifier.directory.is_none() {
+        doubts.push(
+            "token ids will not be checked against the recorded text: set verifier.directory, which has the tokenizer"
+                .to_owned(),
+        );
+    }
+    doubts
+}
+
+fn not_negative(key: &'static str, value: f64) -> Result<(), ConfigError> {
+    require(value.is_finite() && value >= 0.0, key, &value, "choose a number from 0 on")
 }
 
 fn positive(key: &'static str, value: u64) -> Result<(), ConfigError> {

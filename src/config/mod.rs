@@ -53,7 +53,7 @@ pub struct Config {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ProxyConfig {
-    /// The address that clients use.
+    /// The address that clients use, an IP address and a port: `127.0.0.1:8080`, `[::1]:8080`.
     pub listen: SocketAddr,
     /// vLLM's own address: `http://HOST:PORT`, `https://HOST:PORT` or `unix:/PATH`.
     pub upstream: String,
@@ -133,7 +133,7 @@ pub enum TokenIds {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ControlConfig {
-    /// Must be a loopback address.
+    /// A loopback address and a port: `127.0.0.1:8081`.
     pub listen: SocketAddr,
     /// The hashes of the operators' keys, made by `draftsmith keys new`; none: the port needs no key.
     pub keys_file: Option<PathBuf>,
@@ -410,9 +410,14 @@ impl Config {
         for (key, value) in flags {
             figment = figment.merge(Serialized::default(key, value));
         }
-        let config: Config = figment.extract().map_err(|error| parse_error(file, &figment, error))?;
+        let config: Config = figment.extract().map_err(|error| parse_error(file, flags, &figment, error))?;
         check::check(&config)?;
         Ok(config)
+    }
+
+    /// What works, and is likely not meant, for people.
+    pub fn doubts(&self) -> Vec<String> {
+        check::doubts(self)
     }
 
     /// The JSON schema of the file, as in `schemas/config.schema.json`.
@@ -421,21 +426,50 @@ impl Config {
     }
 }
 
-fn parse_error(file: Option<&Path>, figment: &Figment, error: figment::Error) -> ConfigError {
+fn parse_error(
+    file: Option<&Path>,
+    flags: &[(&str, String)],
+    figment: &Figment,
+    error: figment::Error,
+) -> ConfigError {
+    let key = error.path.join(".");
     let from_environment =
         error.metadata.as_ref().is_some_and(|metadata| metadata.name.contains("environment"));
     let origin = match file {
+        _ if flags.iter().any(|(flag, _)| *flag == key) => "from flags".to_owned(),
         _ if from_environment => "from the environment".to_owned(),
         Some(path) => path.display().to_string(),
         None => "from flags".to_owned(),
     };
     // figment does not say in which table an unknown key stands, so the given keys are compared with the known ones.
-    let unknown = match (figment.extract(), serde_json::to_value(Config::default())) {
-        (Ok(given), Ok(known)) => unknown_key("", &given, &known),
-        _ => None,
-    };
-    let message = unknown.unwrap_or_else(|| format!("key `{}`: {}", error.path.join("."), error.kind));
+    let given: Option<serde_json::Value> = figment.extract().ok();
+    let known = serde_json::to_value(Config::default()).ok();
+    let unknown = given.as_ref().zip(known).and_then(|(given, known)| unknown_key("", given, &known));
+    if let Some(message) = unknown {
+        return ConfigError::Parse { origin, message };
+    }
+    if key.is_empty() {
+        // Not TOML: the words name line and column.
+        return ConfigError::Parse { origin, message: error.kind.to_string() };
+    }
+    let pointer = format!("/{}", error.path.join("/"));
+    let value = given.as_ref().and_then(|given| given.pointer(&pointer));
+    let shown = value.map_or_else(String::new, |value| format!(" = {value}"));
+    let message = format!("key `{key}`{shown}: {}{}", error.kind, expected(&error.path));
     ConfigError::Parse { origin, message }
+}
+
+/// What the schema says of a key, as the end of a message.
+fn expected(path: &[String]) -> String {
+    let schema = Config::schema();
+    let mut place = &schema;
+    for name in path {
+        let next = &place["properties"][name];
+        // A table of its own stands among the definitions.
+        let table = next["$ref"].as_str().and_then(|name| schema.pointer(name.trim_start_matches('#')));
+        place = table.filter(|table| table["properties"].is_object()).unwrap_or(next);
+    }
+    place["description"].as_str().map_or_else(String::new, |text| format!("; expected: {text}"))
 }
 
 /// Describes the first given key that the defaults lack.
@@ -493,6 +527,41 @@ mod tests {
     }
 
     #[test]
+    fn value_that_cannot_be_read_is_named_with_what_is_expected() {
+        let message = load_text("[proxy]\nlisten = \"localhost\"\n").unwrap_err().to_string();
+        for part in ["draftsmith.toml", "`proxy.listen` = \"localhost\"", "`127.0.0.1:8080`"] {
+            assert!(message.contains(part), "{part}: {message}");
+        }
+    }
+
+    #[test]
+    fn bad_flag_is_not_blamed_on_the_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("draftsmith.toml");
+        std::fs::write(&path, "[proxy]\nlisten = \"127.0.0.1:1000\"\n").unwrap();
+        let bad =
+            Config::load(Some(&path), &[("proxy.listen", "nonsense".to_owned())]).unwrap_err().to_string();
+        assert!(bad.contains("from flags") && bad.contains("nonsense"), "{bad}");
+        assert!(!bad.contains("draftsmith.toml"), "{bad}");
+    }
+
+    #[test]
+    fn what_is_not_toml_is_told_with_its_place() {
+        let message = load_text("[proxy\nlisten = 1\n").unwrap_err().to_string();
+        assert!(message.contains("draftsmith.toml") && message.contains("line 1"), "{message}");
+        assert!(!message.contains("``"), "{message}");
+    }
+
+    #[test]
+    fn doubts_name_what_to_set() {
+        let doubts = Config::default().doubts();
+        assert!(doubts.len() == 1 && doubts[0].contains("states.transfer_directory"), "{doubts:?}");
+        let text = "[states]\ntransfer_directory = \"/dev/shm/draftsmith\"\n";
+        let doubts = load_text(text).unwrap().doubts();
+        assert!(doubts.len() == 1 && doubts[0].contains("verifier.directory"), "{doubts:?}");
+    }
+
+    #[test]
     fn missing_file_is_an_error() {
         let message = Config::load(Some(Path::new("/nonexistent/x.toml")), &[]).unwrap_err().to_string();
         assert!(message.contains("/nonexistent/x.toml"), "{message}");
@@ -511,6 +580,8 @@ mod tests {
             ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/v1/files/{id}\"]\n"),
             ("control.listen", "[control]\nlisten = \"0.0.0.0:8081\"\n"),
             ("control.listen", "[control]\nlisten = \"127.0.0.1:8080\"\n"),
+            ("control.listen", "[proxy]\nlisten = \"0.0.0.0:8081\"\n"),
+            ("control.listen", "[proxy]\nlisten = \"[::]:8081\"\n"),
             ("data.held_out_fraction", "[data]\nheld_out_fraction = 1.5\n"),
             ("privacy.sample_rate", "[privacy]\nsample_rate = 1.5\n"),
             ("privacy.routes", "[privacy]\nroutes = [\"/v1/embeddings\"]\n"),
@@ -524,6 +595,12 @@ mod tests {
             ("train.follow_samples", "[train]\nfollow_samples = 0\n"),
             ("train.rehearsal_share", "[train]\nrehearsal_share = 1.0\n"),
             ("gate.min_gain", "[gate]\nmin_gain = -0.1\n"),
+            ("gate.min_gain", "[gate]\nmin_gain = inf\n"),
+            ("train.learning_rate", "[train]\nlearning_rate = inf\n"),
+            ("train.weight_decay", "[train]\nweight_decay = inf\n"),
+            ("train.weight_decay", "[train]\nweight_decay = nan\n"),
+            ("train.gradient_clip", "[train]\ngradient_clip = inf\n"),
+            ("train.step_decay", "[train]\nstep_decay = nan\n"),
         ];
         for (key, text) in cases {
             let message = load_text(text).unwrap_err().to_string();

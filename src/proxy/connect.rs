@@ -86,10 +86,13 @@ fn roots(ca_file: Option<&Path>) -> Result<RootCertStore, TlsError> {
         store.add_parsable_certificates(found.certs);
         return if store.is_empty() { Err(TlsError::NoRoots) } else { Ok(store) };
     };
-    for certificate in certificates(path)? {
-        store
-            .add(certificate)
-            .map_err(|error| TlsError::File { path: path.to_owned(), reason: error.to_string() })?;
+    let setting = "proxy.upstream_ca_file";
+    for certificate in certificates(setting, path)? {
+        store.add(certificate).map_err(|error| TlsError::File {
+            setting,
+            path: path.to_owned(),
+            reason: error.to_string(),
+        })?;
     }
     Ok(store)
 }

@@ -100,9 +100,9 @@ impl ProxyOptions {
 pub enum ProxyError {
     #[error(transparent)]
     Tls(#[from] TlsError),
-    #[error(transparent)]
+    #[error("proxy.client_keys_file: {0}")]
     Keys(#[from] KeysError),
-    #[error("upstream key file {path}: {reason}")]
+    #[error("proxy.upstream_key_file = {path}: {reason}")]
     UpstreamKey { path: PathBuf, reason: String },
 }
 
@@ -118,8 +118,18 @@ pub struct Proxy {
     ids: RequestIds,
 }
 
-impl Proxy {
-    pub fn new(options: ProxyOptions, observer: Arc<dyn Observer>) -> Result<Self, ProxyError> {
+/// A proxy whose files are read, and that lacks its observer.
+pub struct PreparedProxy {
+    options: ProxyOptions,
+    tls: Option<ServerTls>,
+    upstream: Upstream,
+    access: Access,
+    host: HeaderValue,
+}
+
+impl PreparedProxy {
+    /// Reads the files that the options name; an error names the setting of the one that cannot be used.
+    pub fn new(options: ProxyOptions) -> Result<Self, ProxyError> {
         let upstream = Upstream::new(
             options.upstream.clone(),
             options.upstream_ca.as_deref(),
@@ -130,16 +140,29 @@ impl Proxy {
         let host = HeaderValue::try_from(&host_header).map_err(|_| TlsError::Name(host_header))?;
         Ok(Self {
             tls: options.tls.clone().map(ServerTls::open).transpose()?,
-            tunnels: Tunnels::default(),
             upstream,
-            observer,
             access: Access::open(&options)?,
             host,
-            ids: RequestIds::default(),
             options,
         })
     }
 
+    /// The whole proxy.
+    pub fn observed_by(self, observer: Arc<dyn Observer>) -> Proxy {
+        Proxy {
+            options: self.options,
+            tls: self.tls,
+            tunnels: Tunnels::default(),
+            upstream: self.upstream,
+            observer,
+            access: self.access,
+            host: self.host,
+            ids: RequestIds::default(),
+        }
+    }
+}
+
+impl Proxy {
     /// The files that [`Proxy::reload`] reads.
     pub fn watched_files(&self) -> Vec<PathBuf> {
         let mut files = self.access.watched_files();
@@ -335,11 +358,10 @@ impl Proxy {
     }
 
     fn unreachable(&self, flight: Flight, error: &SendError) -> Response<ClientBody> {
-        let address = self.upstream.address();
         if let SendError::Body(failure) = error {
             return body_failed(flight, failure);
         }
-        tracing::warn!(upstream = %address, %error, "vLLM gave no answer");
+        tracing::warn!(upstream = %self.upstream.address(), %error, "vLLM gave no answer");
         let (status, remedy) = match error {
             SendError::Connect(_) => {
                 (StatusCode::BAD_GATEWAY, "see that it runs and that the upstream address is right")
@@ -347,7 +369,8 @@ impl Proxy {
             SendError::Silent(_) => (StatusCode::GATEWAY_TIMEOUT, "raise proxy.first_byte_seconds"),
             SendError::Closed(_) | SendError::Body(_) => (StatusCode::BAD_GATEWAY, "see vLLM's log"),
         };
-        let message = format!("vLLM at {address} {error}; {remedy}");
+        // Not its address, which is a path of this machine for some: that is in the log.
+        let message = format!("vLLM {error}; {remedy}");
         own_answer(flight, status, &message, Status::UpstreamError)
     }
 }

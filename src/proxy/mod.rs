@@ -5,7 +5,7 @@
 //! observer. A client that leaves cancels its request in vLLM. vLLM's inference routes pass, and nothing else unless it
 //! is allowed.
 //!
-//! What crosses this door: [`Proxy`] with its [`ProxyOptions`] in, one [`Exchange`] for each recorded request out, to
+//! What crosses this door: [`Proxy`] with its [`ProxyOptions`] in (by way of [`PreparedProxy`], which reads its files), one [`Exchange`] for each recorded request out, to
 //! the [`Observer`].
 
 mod access;
@@ -24,7 +24,7 @@ mod tls;
 mod tunnel;
 mod upstream;
 
-pub use handler::{Proxy, ProxyError, ProxyOptions};
+pub use handler::{PreparedProxy, Proxy, ProxyError, ProxyOptions};
 pub use observer::{Begun, Endpoint, Exchange, Observer, Parsed, Source};
 pub use server::Drained;
 pub use tls::{TlsError, TlsFiles};

@@ -11,13 +11,13 @@ use tokio_rustls::TlsAcceptor;
 /// TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    #[error("{path}: {reason}; give a PEM file")]
-    File { path: PathBuf, reason: String },
-    #[error("certificate {certificate} with key {key}: {source}")]
+    #[error("{setting} = {path}: {reason}; give a PEM file")]
+    File { setting: &'static str, path: PathBuf, reason: String },
+    #[error("proxy.tls_certificate_file = {certificate} with proxy.tls_key_file = {key}: {source}")]
     Pair { certificate: PathBuf, key: PathBuf, source: rustls::Error },
     #[error("TLS: {0}")]
     Setup(#[from] rustls::Error),
-    #[error("the upstream's host {0:?} is no name that a certificate can bear")]
+    #[error("proxy.upstream: its host {0:?} is no name that a certificate can bear")]
     Name(String),
     #[error("no certificates of authorities on this machine; name a file in proxy.upstream_ca_file")]
     NoRoots,
@@ -77,9 +77,12 @@ pub(super) fn provider() -> Arc<CryptoProvider> {
 }
 
 fn read(files: &TlsFiles) -> Result<Current, TlsError> {
-    let chain = certificates(&files.certificate)?;
-    let key = PrivateKeyDer::from_pem_file(&files.key)
-        .map_err(|error| TlsError::File { path: files.key.clone(), reason: error.to_string() })?;
+    let chain = certificates("proxy.tls_certificate_file", &files.certificate)?;
+    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| TlsError::File {
+        setting: "proxy.tls_key_file",
+        path: files.key.clone(),
+        reason: error.to_string(),
+    })?;
     let mut config = ServerConfig::builder_with_provider(provider())
         .with_safe_default_protocol_versions()?
         .with_no_client_auth()
@@ -93,9 +96,12 @@ fn read(files: &TlsFiles) -> Result<Current, TlsError> {
     Ok(Current { chain, acceptor: TlsAcceptor::from(Arc::new(config)) })
 }
 
-/// The certificates of a PEM file, at least one.
-pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let failed = |reason: String| TlsError::File { path: path.to_owned(), reason };
+/// The certificates of a PEM file, at least one. `setting` names the file in errors.
+pub(super) fn certificates(
+    setting: &'static str,
+    path: &Path,
+) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let failed = |reason: String| TlsError::File { setting, path: path.to_owned(), reason };
     let mut found = Vec::new();
     for certificate in CertificateDer::pem_file_iter(path).map_err(|error| failed(error.to_string()))? {
         found.push(certificate.map_err(|error| failed(error.to_string()))?);

@@ -5,9 +5,11 @@
 //!                       \--> collector --ids, drafting and outcome--> recorder
 //! ```
 //!
-//! Everything that could wait stands behind a bounded hand-off; the request path never does. Ports are bound before
-//! anything else starts, so that a wrong address ends the process with nothing half done.
+//! Everything that could wait stands behind a bounded hand-off; the request path never does. All files are read first
+//! ([`Inputs`]), then the ports are bound, and only then anything starts: what cannot work ends the process with nothing
+//! half done.
 
+mod inputs;
 mod proxy_options;
 mod reload;
 mod rows;
@@ -30,13 +32,12 @@ use tokio::sync::{oneshot, watch};
 
 use crate::config::{Config, PrivacyConfig, TokenIds};
 use crate::control::{self, Controlled, PartReport};
-use crate::head::VerifierShape;
-use crate::keys::KeyFile;
 use crate::proxy::{Begun, Exchange, Observer, Proxy};
 use crate::record::{Join, Privacy, Record, Recorder, RecorderHandle, RecorderOptions, Selection};
 use crate::states::{Collector, CollectorOptions, Forgetter, RequestSummary, StateStore, StoreOptions};
 use crate::store::{DataDir, is_drawn};
-use proxy_options::proxy_options;
+pub use inputs::Inputs;
+use inputs::VerifierFiles;
 use rows::{RowOptions, rows, signed_ids};
 use signals::Signals;
 pub(crate) use signals::shutdown_signal;
@@ -69,17 +70,27 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
 
 async fn serve_until(config: Config, stopped: oneshot::Receiver<()>) -> anyhow::Result<()> {
     raise_open_files_limit();
+    for doubt in config.doubts() {
+        tracing::warn!("{doubt}");
+    }
+    let Inputs { proxy: prepared, control_keys, verifier } = Inputs::read(&config)?;
+    let data = DataDir::new(&config.data.directory);
+    data.create().with_context(|| format!("data.directory = {}", data.root().display()))?;
+    if let Some(directory) = &config.states.transfer_directory {
+        // One that is there keeps its mode: it may be shared.
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(directory);
+        made.with_context(|| format!("states.transfer_directory = {}", directory.display()))?;
+    }
+    let privacy = Privacy::new(&config.privacy, &data.tenant_salt())?;
     let listener = bind("proxy.listen", config.proxy.listen).await?;
     let control_listener = bind("control.listen", config.control.listen).await?;
-    let data = DataDir::new(&config.data.directory);
-    data.create().with_context(|| format!("data directory {}", data.root().display()))?;
     let metrics = control::install_metrics()?;
 
     let ids_from_plugin =
         config.record.token_ids == TokenIds::Plugin && config.states.transfer_directory.is_some();
     let recorder = start_recorder(&config, &data, ids_from_plugin)?;
     let collector = match &config.states.transfer_directory {
-        Some(directory) => Some(start_collector(&config, &data, directory, recorder.clone())?),
+        Some(directory) => Some(start_collector(&config, &data, directory, verifier, recorder.clone())?),
         None => None,
     };
     let forgetter = collector.as_ref().map(Collector::forgetter);
@@ -87,13 +98,12 @@ async fn serve_until(config: Config, stopped: oneshot::Receiver<()>) -> anyhow::
         held_out_fraction: config.data.held_out_fraction,
         keep_raw: config.record.keep_raw,
         ids_from_plugin,
-        privacy: Privacy::new(&config.privacy, &data.tenant_salt())?,
+        privacy,
         tenant_header: config.privacy.tenant_header.clone(),
     };
     let observer = start_observer(recorder.clone(), collector, row_options, &config)?;
 
-    let proxy = Arc::new(Proxy::new(proxy_options(&config)?, observer.clone())?);
-    let control_keys = config.control.keys_file.as_deref().map(KeyFile::open).transpose()?.map(Arc::new);
+    let proxy = Arc::new(prepared.observed_by(observer.clone()));
     let _watcher = reload::watch(proxy.clone(), control_keys.clone())?;
 
     let draining = Arc::new(AtomicBool::new(false));
@@ -171,25 +181,16 @@ fn start_collector(
     config: &Config,
     data: &DataDir,
     transfer_directory: &std::path::Path,
+    verifier: Option<VerifierFiles>,
     recorder: RecorderHandle,
 ) -> anyhow::Result<Collector> {
-    // One that is there keeps its mode: it may be shared.
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(transfer_directory)
-        .with_context(|| format!("states.transfer_directory {}", transfer_directory.display()))?;
     let mut options = CollectorOptions::new(transfer_directory);
     options.time_out = Duration::from_secs(config.states.unmatched_seconds);
     let mut tokenizer = None;
-    if let Some(directory) = &config.verifier.directory {
-        let shape = VerifierShape::read(directory)?;
-        options.expected.hidden_size = Some(shape.hidden_size);
-        options.expected.vocab_size = Some(shape.vocab_size);
-        let path = directory.join("tokenizer.json");
-        let loaded = tokenizers::Tokenizer::from_file(&path)
-            .map_err(|error| anyhow::anyhow!("tokenizer {}: {error}", path.display()))?;
-        tokenizer = Some(loaded);
+    if let Some(files) = verifier {
+        options.expected.hidden_size = Some(files.shape.hidden_size);
+        options.expected.vocab_size = Some(files.shape.vocab_size);
+        tokenizer = Some(files.tokenizer);
     }
     let store = StateStore::open(&data.states(), StoreOptions::of(&config.states))?;
     let collector = Collector::start(options, store, tokenizer, move |outcome| {
@@ -449,7 +450,7 @@ impl Controlled for Parts {
                 Ok(serde_json::to_value(report)?)
             };
             let done = tokio::task::spawn_blocking(work).await.map_err(|error| error.to_string())?;
-            done.map_err(|error| format!("{error:#}"))
+            done.map_err(|error| crate::told(&error))
         })
     }
 

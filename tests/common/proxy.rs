@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use draftsmith::proxy::{Begun, Drained, Exchange, Observer, Proxy, ProxyOptions};
+use draftsmith::proxy::{Begun, Drained, Exchange, Observer, PreparedProxy, Proxy, ProxyOptions};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, oneshot};
@@ -56,7 +56,7 @@ pub async fn proxy_at(upstream: &str, change: impl FnOnce(&mut ProxyOptions)) ->
     let (begun_sender, begun) = mpsc::unbounded_channel();
     let (finished_sender, finished) = mpsc::unbounded_channel();
     let observer = Arc::new(Watching { begun: begun_sender, finished: finished_sender });
-    let running = Arc::new(Proxy::new(options, observer).unwrap());
+    let running = Arc::new(PreparedProxy::new(options).unwrap().observed_by(observer));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let (stop, stopped) = oneshot::channel();
