@@ -50,6 +50,7 @@ struct ProxyFlags {
     /// Seconds that those last
     #[arg(long, default_value_t = 120)]
     slow_seconds: u64,
+    /// Print the report as JSON
     #[arg(long)]
     json: bool,
 }

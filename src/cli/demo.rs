@@ -22,10 +22,13 @@ pub struct DemoCommand {
     /// Where vLLM, the model and the prompts are installed; kept between runs [default: ~/.cache/draftsmith/environment]
     #[arg(long, value_name = "DIR", env = "DRAFTSMITH_ENVIRONMENT")]
     environment: Option<PathBuf>,
+    /// vLLM's port
     #[arg(long, default_value_t = 8000)]
     vllm_port: u16,
+    /// The client port of the sidecar
     #[arg(long, default_value_t = 8080)]
     proxy_port: u16,
+    /// Its control port
     #[arg(long, default_value_t = 8081)]
     control_port: u16,
     /// Print the report as JSON
@@ -57,7 +60,11 @@ impl DemoCommand {
         } else {
             print(&report);
         }
-        Ok(ExitCode::SUCCESS)
+        let shortfalls = report.shortfalls();
+        for shortfall in &shortfalls {
+            eprintln!("draftsmith: {shortfall}");
+        }
+        Ok(if shortfalls.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
     }
 }
 

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
+use crate::store::DataDir;
 
 mod bench;
 mod config;
@@ -107,6 +108,17 @@ impl ConfigFlags {
     }
 }
 
+/// The data directory, for commands that read it: they must not make one where a name was mistyped.
+fn existing_data(config: &Config) -> anyhow::Result<DataDir> {
+    let directory = &config.data.directory;
+    anyhow::ensure!(
+        directory.is_dir(),
+        "data.directory = {}: no such directory; give the one that `draftsmith serve` writes (--data DIR)",
+        directory.display()
+    );
+    Ok(DataDir::new(directory))
+}
+
 /// The runtime of the commands that talk to the network.
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     Ok(tokio::runtime::Builder::new_multi_thread().enable_all().build()?)
@@ -148,7 +160,7 @@ pub fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("draftsmith: {error:#}");
+            eprintln!("draftsmith: {}", crate::told(&error));
             let wrong_use = error.downcast_ref::<crate::config::ConfigError>().is_some();
             if wrong_use { ExitCode::from(WRONG_USE) } else { ExitCode::FAILURE }
         }

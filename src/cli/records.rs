@@ -80,17 +80,17 @@ enum Action {
 impl RecordsCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.action {
-            Action::Stats { config, json } => stats(&config.load()?, json),
-            Action::Verify { config, json } => verify(&config.load()?, json),
-            Action::Export { config, out, split } => export(&config.load()?, &out, split.as_deref()),
-            Action::Compact { config } => compact(&config.load()?),
+            Action::Stats { config, json } => stats(&super::existing_data(&config.load()?)?, json),
+            Action::Verify { config, json } => verify(&super::existing_data(&config.load()?)?, json),
+            Action::Export { config, out, split } => {
+                export(&super::existing_data(&config.load()?)?, &out, split.as_deref())
+            }
+            Action::Compact { config } => compact(&super::existing_data(&config.load()?)?),
             Action::Forget { config, tenant, tenant_hash, before, json } => {
                 let config = config.load()?;
+                let data = super::existing_data(&config)?;
                 let tenant_hash = match tenant {
-                    Some(name) => {
-                        let salt = DataDir::new(&config.data.directory).tenant_salt();
-                        Some(record::tenant_hash(&name, &salt)?)
-                    }
+                    Some(name) => Some(record::tenant_hash(&name, &data.tenant_salt())?),
                     None => tenant_hash,
                 };
                 let before = before.unwrap_or_else(jiff::Timestamp::now).as_microsecond();
@@ -111,18 +111,17 @@ fn time(text: &str) -> Result<jiff::Timestamp, String> {
     text.parse().map_err(wrong)
 }
 
-fn export(config: &Config, out: &str, split: Option<&str>) -> anyhow::Result<ExitCode> {
-    let data = DataDir::new(&config.data.directory);
+fn export(data: &DataDir, out: &str, split: Option<&str>) -> anyhow::Result<ExitCode> {
     let split = split.and_then(Split::parse);
     let lines = if out == "-" {
         let mut output = BufWriter::new(std::io::stdout().lock());
-        let lines = record::export(&data, split, &mut output)?;
+        let lines = record::export(data, split, &mut output)?;
         output.flush()?;
         lines
     } else {
         let opened = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(out);
         let mut output = BufWriter::new(opened.with_context(|| format!("cannot write {out}"))?);
-        let lines = record::export(&data, split, &mut output)?;
+        let lines = record::export(data, split, &mut output)?;
         output.flush()?;
         lines
     };
@@ -130,8 +129,8 @@ fn export(config: &Config, out: &str, split: Option<&str>) -> anyhow::Result<Exi
     Ok(ExitCode::SUCCESS)
 }
 
-fn compact(config: &Config) -> anyhow::Result<ExitCode> {
-    let recorder = Recorder::start(&DataDir::new(&config.data.directory), RecorderOptions::default())?;
+fn compact(data: &DataDir) -> anyhow::Result<ExitCode> {
+    let recorder = Recorder::start(data, RecorderOptions::default())?;
     let done = recorder.compact()?;
     recorder.shutdown()?;
     println!("{} hours: {} files became {}", done.hours, done.files_before, done.files_after);
@@ -160,9 +159,8 @@ fn forget(config: &Config, selection: Selection, json: bool) -> anyhow::Result<E
     Ok(ExitCode::SUCCESS)
 }
 
-fn stats(config: &Config, json: bool) -> anyhow::Result<ExitCode> {
-    let data = DataDir::new(&config.data.directory);
-    let stats = record::stats(&data)?;
+fn stats(data: &DataDir, json: bool) -> anyhow::Result<ExitCode> {
+    let stats = record::stats(data)?;
     let total: u64 = stats.days.iter().map(|day| day.rows).sum();
     if json {
         let mut groups = Vec::new();
@@ -198,7 +196,7 @@ fn stats(config: &Config, json: bool) -> anyhow::Result<ExitCode> {
     if stats.acceptance.is_empty() {
         return Ok(ExitCode::SUCCESS);
     }
-    let ids = ids_by_digest(&data)?;
+    let ids = ids_by_digest(data)?;
     println!("\n{:<12} {:<24} {:>10} {:>10} {:>18}", "day", "head", "rows", "drafts", "acceptance length");
     for day in &stats.acceptance {
         let head = match &day.draft_head {
@@ -211,8 +209,8 @@ fn stats(config: &Config, json: bool) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn verify(config: &Config, json: bool) -> anyhow::Result<ExitCode> {
-    let checks = record::verify(&DataDir::new(&config.data.directory))?;
+fn verify(data: &DataDir, json: bool) -> anyhow::Result<ExitCode> {
+    let checks = record::verify(data)?;
     let rows: u64 = checks.iter().map(|check| check.rows).sum();
     let duplicates: u64 = checks.iter().map(|check| check.duplicates).sum();
     let bad: Vec<&FileCheck> = checks.iter().filter(|check| !check.is_sound()).collect();
@@ -242,6 +240,6 @@ fn verify(config: &Config, json: bool) -> anyhow::Result<ExitCode> {
 
 /// The registered heads' ids by the digest of their model file. Heads from elsewhere have none.
 fn ids_by_digest(data: &DataDir) -> anyhow::Result<HashMap<String, String>> {
-    let heads = Registry::open(data)?.list()?.heads;
+    let heads = Registry::of(data).list()?.heads;
     Ok(heads.into_iter().map(|manifest| (manifest.model_digest, manifest.id)).collect())
 }

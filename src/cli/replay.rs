@@ -32,13 +32,16 @@ pub struct ReplayCommand {
     /// Turns of the user to replay; the answers between them are the server's own
     #[arg(long, default_value_t = 1)]
     turns: usize,
+    /// Tokens of an answer at most, over what the row says
     #[arg(long)]
     max_tokens: Option<u64>,
+    /// Of the sampling, over what the row says; 0 is greedy
     #[arg(long)]
     temperature: Option<f64>,
     /// The model's name; without it the first that the server names
     #[arg(long)]
     model: Option<String>,
+    /// Ask for streams
     #[arg(long)]
     stream: bool,
     /// What failed, one JSON object a line; what was done stands beside it

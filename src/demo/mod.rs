@@ -90,6 +90,21 @@ pub struct Report {
     pub seconds: f64,
 }
 
+impl Report {
+    /// What the loop promises and this run did not show, for people.
+    pub fn shortfalls(&self) -> Vec<String> {
+        let mut found = Vec::new();
+        let (before, after) = (self.before.acceptance_length, self.after.acceptance_length);
+        if after <= before {
+            found.push(format!("the acceptance length did not rise: {before:.3} before, {after:.3} after"));
+        }
+        if !self.swap.same_text {
+            found.push("the swap changed the text of the stream that ran".to_owned());
+        }
+        found
+    }
+}
+
 /// The sizes of a run; chosen so that traffic and training end within 25 minutes on two CPU cores.
 struct Plan {
     prompts: usize,
