@@ -344,7 +344,7 @@ fn read_request(stream: TcpStream) -> (TcpStream, String, Value) {
 
 #[test]
 fn promote_asks_the_gate_swaps_and_rolls_back() {
-    let mut lab = Lab::new("learning_rate = 0.01");
+    let mut lab = Lab::new("learning_rate = 0.01\n[gate]\nmin_gain = 0.5");
     lab.append(12, false);
     lab.append(4, true);
     let train = |steps: &str| {
@@ -439,6 +439,17 @@ fn a_candidate_must_beat_what_vllm_runs_whoever_put_it_there() {
     let swapped = lab.run(&["swap", directory, "--upstream", &url]);
     assert!(String::from_utf8_lossy(&swapped.stderr).contains(&weak), "live.json names another: {swapped:?}");
     assert_eq!(digests.recv().unwrap(), file_digest(&by_hand.join("model.safetensors")).unwrap());
+    // That file holds another head by now, so what vLLM runs cannot be scored.
+    let file = by_hand.join("model.safetensors");
+    let kept = fs::read(&file).unwrap();
+    fs::copy(day_0.join("model.safetensors"), &file).unwrap();
+    let unknown = promote(&weak);
+    assert_eq!(unknown.status.code(), Some(1));
+    assert!(
+        String::from_utf8_lossy(&unknown.stderr).contains("not the file that vLLM loaded"),
+        "{unknown:?}"
+    );
+    fs::write(&file, kept).unwrap();
     let refused = promote(&weak);
     assert_eq!(refused.status.code(), Some(1));
     let second: Value = serde_json::from_slice(&refused.stdout).unwrap();

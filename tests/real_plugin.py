@@ -166,7 +166,9 @@ def variant(name, change):
 live = os.path.join(options.head, "model.safetensors")
 first = status()
 print("start", first)
-assert first["digest"] == digest(live)
+assert first["digest"] == digest(live) and first["file"] == live
+with open(os.path.join(options.head, "config.json")) as file:
+    assert first["config"] == json.load(file)
 
 # states: generated tokens with rejected drafts, a prefix hit, n = 2, several at once
 text = "The history of the city begins with a small harbour. " * 40
@@ -279,7 +281,8 @@ with open_stream("Rivers of Europe:", 120, "swapped") as answer:
 events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 assert "".join(event["choices"][0]["text"] for event in events) == quiet, "text is the same over swaps"
 now = status()
-assert now["digest"] == digest(second) and now["swaps"] == 3
+assert now["digest"] == digest(second) and now["file"] == second and now["swaps"] == 3
+assert now["config"] == first["config"], "no swap changes what the head's config says"
 error, _, meta = check_file(exported("swapped")[0])
 assert meta["head_swapped"] == "true"
 print("states over swaps", error)

@@ -26,6 +26,11 @@ pub enum PromoteError {
         "vLLM does not say which file its head is from: an update of its weights failed, or it was started with a head by name; `draftsmith swap` a head that is good first"
     )]
     RunningUnknown,
+    #[error(
+        "{}: not the file that vLLM loaded its head from any more, so that head cannot be scored; `draftsmith swap` a head that is good first",
+        file.display()
+    )]
+    RunningChanged { file: PathBuf },
     #[error("no head `{id}` in {}; `draftsmith heads list` names those there", directory.display())]
     NoSuchHead { id: String, directory: PathBuf },
     #[error("`{prefix}` begins the ids of {count} heads; give more of the id")]

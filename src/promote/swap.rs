@@ -66,6 +66,11 @@ pub fn adopt_running(
     if let Some(id) = registry.find(digest)? {
         return Ok(id);
     }
-    let directory = status.file.as_deref().and_then(Path::parent).ok_or(PromoteError::RunningUnknown)?;
+    let file = status.file.as_deref().ok_or(PromoteError::RunningUnknown)?;
+    let now = file_digest(file).map_err(PromoteError::io(file))?;
+    if now != *digest {
+        return Err(PromoteError::RunningChanged { file: file.to_path_buf() });
+    }
+    let directory = file.parent().ok_or(PromoteError::RunningUnknown)?;
     Ok(registry.import(directory, shape, identity, Some(tensors))?.id)
 }

@@ -45,16 +45,22 @@ impl Vllm {
     /// With the plugin and a random head, as `draftsmith demo` starts it. What it writes goes to `directory`; `flags` are
     /// more arguments of `vllm serve`.
     pub async fn with_plugin(directory: &Path, flags: &[&str]) -> Vllm {
-        let environment = environment();
-        let (head, plugin) = (directory.join("day-0"), directory.join("plugin"));
-        draftsmith(Command::new(env!("CARGO_BIN_EXE_draftsmith")).args(["vllm", "plugin"]).arg(&plugin));
+        let head = directory.join("day-0");
         draftsmith(
             Command::new(env!("CARGO_BIN_EXE_draftsmith"))
                 .args(["heads", "init", "--draft-vocab", DRAFT_VOCABULARY, "--random-lm-head", "--verifier"])
-                .arg(model_in(&environment))
+                .arg(model_in(&environment()))
                 .arg("--out")
                 .arg(&head),
         );
+        Vllm::with_head(directory, &head, flags).await
+    }
+
+    /// The same with the head of another directory.
+    pub async fn with_head(directory: &Path, head: &Path, flags: &[&str]) -> Vllm {
+        let environment = environment();
+        let plugin = directory.join("plugin");
+        draftsmith(Command::new(env!("CARGO_BIN_EXE_draftsmith")).args(["vllm", "plugin"]).arg(&plugin));
         let mut command = Command::new("bash");
         command
             .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/demo_env/serve.sh"))
