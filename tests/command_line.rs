@@ -1,5 +1,8 @@
 //! The binary as its users call it: variables of the environment, files that cannot be used, exit codes.
 
+// The lint's exemption for tests does not see a test file's helpers.
+#![allow(clippy::unwrap_used)]
+
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Output};
