@@ -88,12 +88,58 @@ fn config_check_tells_as_json() {
     assert!(problem.contains("proxy.listen") && problem.contains("nowhere"), "{problem}");
 }
 
+/// Kimi's models have `tiktoken.model` instead.
+#[test]
+fn a_verifier_without_tokenizer_json_is_a_doubt() {
+    let directory = tempfile::tempdir().unwrap();
+    let verifier = directory.path().join("verifier");
+    std::fs::create_dir(&verifier).unwrap();
+    let config = serde_json::json!({
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
+        "text_config": {
+            "model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
+            "num_key_value_heads": 64, "vocab_size": 163_840, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144,
+        },
+    });
+    std::fs::write(verifier.join("config.json"), config.to_string()).unwrap();
+    let file = directory.path().join("draftsmith.toml");
+    let shipped = std::fs::read_to_string("configs/kimi-k2.5-8gpu.toml").unwrap();
+    let moved = shipped.replace("/models/kimi-k2.5", verifier.to_str().unwrap());
+    assert_ne!(shipped, moved);
+    std::fs::write(&file, moved).unwrap();
+    let output = draftsmith(&["config", "check", "--json", "--config", file.to_str().unwrap()]);
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(report["usable"], true, "{report}");
+    assert!(report["doubts"][0].as_str().unwrap().contains("has no tokenizer.json"), "{report}");
+}
+
+#[test]
+fn a_file_where_a_directory_belongs_is_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    for (key, text) in [
+        ("data.directory", "[data]\ndirectory = \"FILE/below\"\n"),
+        ("states.transfer_directory", "[states]\ntransfer_directory = \"FILE\"\n"),
+    ] {
+        let config = directory.path().join("draftsmith.toml");
+        std::fs::write(&config, text.replace("FILE", file.to_str().unwrap())).unwrap();
+        let output = draftsmith(&["config", "check", "--config", config.to_str().unwrap()]);
+        assert_eq!(output.status.code(), Some(2), "{key}");
+        assert!(
+            told(&output).contains(key) && told(&output).contains("choose a directory"),
+            "{}",
+            told(&output)
+        );
+    }
+}
+
 /// A mistyped directory must neither be made nor look like an empty one.
 #[test]
 fn commands_that_read_the_data_directory_do_not_make_it() {
     let directory = tempfile::tempdir().unwrap();
     let nope = directory.path().join("nope");
-    let commands: [&[&str]; 8] = [
+    let commands: [&[&str]; 9] = [
         &["heads", "list"],
         &["heads", "show", "live"],
         &["heads", "rollback"],
@@ -102,6 +148,7 @@ fn commands_that_read_the_data_directory_do_not_make_it() {
         &["records", "export"],
         &["train"],
         &["eval", "live"],
+        &["states", "backfill", "--from", "http://127.0.0.1:1", "--transfer", "/nonexistent"],
     ];
     for command in commands {
         let output = draftsmith(&[command, &["--data", nope.to_str().unwrap()]].concat());

@@ -129,6 +129,7 @@ fn check(report: &Value) {
     assert!(lengths.last() > lengths.first(), "it rises: {lengths:?}");
 
     assert_eq!(report["swap"]["same_text"], true);
+    assert_eq!(report["swap"]["within_the_stream"], true);
     let gap = |name: &str| report["swap"][name].as_f64().unwrap();
     assert!(gap("usual_gap_ms") > 0.0 && gap("largest_gap_ms") >= gap("usual_gap_ms"));
     let seconds = report["seconds"].as_f64().unwrap();

@@ -288,28 +288,39 @@ fn following_trains_a_round_when_enough_is_new_and_starts_from_the_last_candidat
 /// Answers as vLLM with the plugin does that was started with the head of `directory`, whatever head it is given; gives the
 /// digests of those and ends with the test.
 fn fake_vllm(directory: &Path) -> (String, std::sync::mpsc::Receiver<String>) {
+    fake_vllm_of(directory, false)
+}
+
+/// `old`: with a plugin that does not tell of its head.
+fn fake_vllm_of(directory: &Path, old: bool) -> (String, std::sync::mpsc::Receiver<String>) {
     let config: Value = serde_json::from_slice(&fs::read(directory.join("config.json")).unwrap()).unwrap();
     let mut file = directory.join("model.safetensors");
+    let mut digest = file_digest(&file).unwrap();
+    let mut loaded_at = None;
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let (sender, receiver) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
-        let mut digest = file_digest(&file).unwrap();
         for stream in listener.incoming() {
             let (mut stream, path, body) = read_request(stream.unwrap());
             if path == "/update_weights" {
                 digest = body["update_info"]["digest"].as_str().unwrap().to_owned();
                 file = PathBuf::from(body["update_info"]["path"].as_str().unwrap());
+                loaded_at = Some(1.5);
                 // The test may be over.
                 let _ = sender.send(digest.clone());
             }
-            let answer = json!({ "results": [{
-                "digest": digest, "file": file, "config": config, "loaded_at": 1.5, "swaps": 1, "refusals": 0,
+            let mut status = json!({
+                "digest": digest, "file": file, "config": config, "loaded_at": loaded_at, "swaps": 1, "refusals": 0,
                 "tap": { "enabled": true, "steps": 0, "captured_steps": 0, "missed_steps": 0, "overrun_steps": 0, "exported": 0,
                     "not_sampled": 0, "over_budget": 0, "incomplete": 0, "dropped": 0, "failed": 0, "bytes_written": 0,
                     "host_bytes": 8, "device_bytes": 0 },
-            }] })
-            .to_string();
+            });
+            if old {
+                status.as_object_mut().unwrap().remove("config");
+                status.as_object_mut().unwrap().remove("file");
+            }
+            let answer = json!({ "results": [status] }).to_string();
             let length = answer.len();
             write!(
                 stream,
@@ -424,6 +435,18 @@ fn a_candidate_must_beat_what_vllm_runs_whoever_put_it_there() {
     let (weak, strong) = (train("40"), train("300"));
     let promote = |head: &str| lab.run(&["heads", "promote", head, "--upstream", &url, "--json"]);
 
+    // The file that vLLM loaded holds another head by now, so what vLLM runs cannot be scored.
+    let file = day_0.join("model.safetensors");
+    let kept = fs::read(&file).unwrap();
+    fs::write(&file, [kept.as_slice(), b" "].concat()).unwrap();
+    let unknown = promote(&weak);
+    assert_eq!(unknown.status.code(), Some(1));
+    assert!(
+        String::from_utf8_lossy(&unknown.stderr).contains("not the file that vLLM loaded"),
+        "{unknown:?}"
+    );
+    fs::write(&file, kept).unwrap();
+
     let first: Value = serde_json::from_slice(&promote(&weak).stdout).unwrap();
     let adopted = first["comparison"]["live"]["head"].as_str().unwrap().to_owned();
     let manifest = lab.json(&["heads", "show", &adopted]);
@@ -432,44 +455,95 @@ fn a_candidate_must_beat_what_vllm_runs_whoever_put_it_there() {
     assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&weak));
     assert_eq!(lab.live()["previous"][0]["id"], json!(adopted));
 
-    // By hand, from a directory: the next candidate must beat this one, and does not.
+    // By hand, as it was exported: a candidate must beat this one, and does not. Nothing changes then.
     let by_hand = lab.keep.path().join("by-hand");
     let directory = by_hand.to_str().unwrap();
     assert!(lab.run(&["heads", "export", &strong, directory]).status.success());
     let swapped = lab.run(&["swap", directory, "--upstream", &url]);
     assert!(String::from_utf8_lossy(&swapped.stderr).contains(&weak), "live.json names another: {swapped:?}");
     assert_eq!(digests.recv().unwrap(), file_digest(&by_hand.join("model.safetensors")).unwrap());
-    // That file holds another head by now, so what vLLM runs cannot be scored.
-    let file = by_hand.join("model.safetensors");
-    let kept = fs::read(&file).unwrap();
-    fs::copy(day_0.join("model.safetensors"), &file).unwrap();
-    let unknown = promote(&weak);
-    assert_eq!(unknown.status.code(), Some(1));
-    assert!(
-        String::from_utf8_lossy(&unknown.stderr).contains("not the file that vLLM loaded"),
-        "{unknown:?}"
-    );
-    fs::write(&file, kept).unwrap();
     let refused = promote(&weak);
     assert_eq!(refused.status.code(), Some(1));
     let second: Value = serde_json::from_slice(&refused.stdout).unwrap();
-    let adopted_strong = second["comparison"]["live"]["head"].as_str().unwrap().to_owned();
-    assert_eq!(lab.json(&["heads", "show", &adopted_strong])["origin"]["from"], json!(by_hand));
+    assert_eq!(second["comparison"]["live"]["head"], json!(strong), "an exported head is known again");
     assert!(digests.try_recv().is_err());
-    assert_eq!(lab.live()["id"], json!(adopted_strong));
+    assert_eq!(lab.live()["id"], json!(weak));
 
-    // A swap by hand that was a mistake: rolling back leads to the head that was marked live, not past it.
-    assert!(lab.run(&["swap", day_0.to_str().unwrap(), "--upstream", &url]).status.success());
-    digests.recv().unwrap();
+    // That swap was a mistake: rolling back leads to the head that was marked live, not past it.
     let back = lab.json(&["heads", "rollback", "--upstream", &url, "--json"]);
-    assert_eq!((&back["head"], &back["rolled_back"]), (&json!(adopted_strong), &Value::Null));
-    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&adopted_strong));
-    // And now past it, down to the head that vLLM was started with.
-    for wanted in [&weak, &adopted] {
-        let back = lab.json(&["heads", "rollback", "--upstream", &url, "--json"]);
-        assert_eq!(back["head"], json!(wanted));
-        assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(wanted));
-    }
+    assert_eq!((&back["head"], &back["rolled_back"]), (&json!(weak), &Value::Null));
+    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&weak));
+    assert_eq!(lab.live()["id"], json!(weak));
+}
+
+#[test]
+fn a_roll_back_goes_back_and_never_forward() {
+    let mut lab = Lab::new("learning_rate = 0.01");
+    lab.append(12, false);
+    lab.append(4, true);
+    let train = |steps: &str| {
+        let report =
+            lab.json(&["train", "--head", "scratch", "--draft-vocab", "20", "--steps", steps, "--json"]);
+        report["head"].as_str().unwrap().to_owned()
+    };
+    let (first, second) = (train("1"), train("2"));
+    let place = |head: &str| lab.data().join("heads").join(head);
+    let (url, digests) = fake_vllm(&place(&first));
+    let promote = |head: &str| lab.run(&["heads", "promote", head, "--force", "--upstream", &url]);
+    let back = || lab.json(&["heads", "rollback", "--upstream", &url, "--json"]);
+    assert!(promote(&first).status.success() && promote(&second).status.success());
+    assert_eq!(digests.try_iter().count(), 1, "the first one ran already");
+
+    // Cut off after its swap: the pointer is what is left to do.
+    assert!(lab.run(&["swap", place(&first).to_str().unwrap(), "--upstream", &url]).status.success());
+    digests.recv().unwrap();
+    let report = back();
+    assert_eq!(
+        (&report["head"], &report["rolled_back"]["id"], &report["swap"]),
+        (&json!(first), &json!(second), &Value::Null)
+    );
+    assert!(digests.try_recv().is_err());
+    assert_eq!(lab.live()["id"], json!(first));
+
+    // Marked for the next start, and not wanted any more.
+    assert!(lab.run(&["heads", "promote", &second, "--force", "--no-swap"]).status.success());
+    assert_eq!(back()["head"], json!(first));
+    assert!(digests.try_recv().is_err());
+
+    // The live head is damaged, in its manifest or as a whole.
+    assert!(promote(&second).status.success());
+    digests.recv().unwrap();
+    fs::write(place(&second).join("manifest.json"), "{").unwrap();
+    assert_eq!(back()["head"], json!(first));
+    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&first));
+}
+
+/// vLLM starts with the head that its operator named, whatever was live before.
+#[test]
+fn after_a_restart_of_vllm_a_candidate_need_not_beat_the_head_of_day_0_alone() {
+    let mut lab = Lab::new("learning_rate = 0.01");
+    lab.append(12, false);
+    lab.append(4, true);
+    let day_0 = lab.day_0("day-0");
+    let report = lab.json(&["train", "--head", "scratch", "--draft-vocab", "20", "--steps", "40", "--json"]);
+    let head = report["head"].as_str().unwrap().to_owned();
+    let other = lab.json(&["train", "--head", "scratch", "--draft-vocab", "20", "--steps", "60", "--json"]);
+    assert!(lab.run(&["heads", "promote", &head, "--force", "--no-swap"]).status.success());
+    let before = lab.live();
+
+    let (url, digests) = fake_vllm(&day_0);
+    let refused = lab.run(&["heads", "promote", other["head"].as_str().unwrap(), "--upstream", &url]);
+    assert_eq!(refused.status.code(), Some(1));
+    let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(message.contains("restarted") && message.contains("swap live"), "{message}");
+    assert_eq!(lab.live(), before);
+    assert!(lab.run(&["swap", "live", "--upstream", &url]).status.success());
+    assert_eq!(json!(digests.recv().unwrap()), lab.model_digest(&head));
+
+    let (old, _) = fake_vllm_of(&day_0, true);
+    let refused = lab.run(&["swap", "live", "--upstream", &old]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("draftsmith vllm plugin"), "{refused:?}");
 }
 
 /// Names, shapes and dtypes are the same in all of these: only vLLM's own word on its head tells them apart.

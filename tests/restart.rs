@@ -308,5 +308,5 @@ fn check_rows(asked: &HashMap<String, Asked>, found: Vec<Row>) {
     );
     assert!(promised > 500 && restarted > 20, "too little traffic to show anything");
     // One late row now and then is the machine's; one late kill after the other would be the recorder's.
-    assert!(late_rounds.len() * 2 < KILLS, "{} of {KILLS} kills lost older answers", late_rounds.len());
+    assert!(late_rounds.len() * 6 <= KILLS, "{} of {KILLS} kills lost older answers", late_rounds.len());
 }

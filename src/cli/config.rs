@@ -46,8 +46,8 @@ impl ConfigCommand {
 
 fn check(flags: &ConfigFlags, json: bool) -> anyhow::Result<ExitCode> {
     let checked = flags.load().map_err(anyhow::Error::from).and_then(|config| {
-        Inputs::read(&config)?;
-        Ok(config.doubts())
+        let inputs = Inputs::read(&config)?;
+        Ok(config.doubts().into_iter().chain(inputs.doubts(&config)).collect())
     });
     let (doubts, problem) = match checked {
         Ok(doubts) => (doubts, None),

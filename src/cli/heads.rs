@@ -14,7 +14,7 @@ use crate::head::{
     default_draft_vocabulary_size, draft_vocabulary, fresh_head,
 };
 use crate::learn::{self, Comparison, Verifier};
-use crate::promote::{PromoteError, Registry, Verdict, adopt_running};
+use crate::promote::{LivePointer, PastHead, PromoteError, Registry, Verdict, check_running, import_running};
 use crate::record;
 use crate::store::DataDir;
 use crate::vllm::PluginStatus;
@@ -71,6 +71,9 @@ enum Action {
         head: String,
         #[command(flatten)]
         config: ConfigFlags,
+        /// JSON is what this prints in any case
+        #[arg(long)]
+        json: bool,
     },
     /// Take a head from a directory into the registry, checked against the verifier
     Import {
@@ -91,6 +94,9 @@ enum Action {
         /// How config.json and the tensors are written; vLLM reads both
         #[arg(long, value_enum, default_value_t = Format::Flat)]
         format: Format,
+        /// For a vLLM without our plugin, which runs no head that names the verifier's last layer; ours needs it
+        #[arg(long)]
+        stock: bool,
         #[command(flatten)]
         config: ConfigFlags,
         /// Print the report as JSON
@@ -171,7 +177,7 @@ impl HeadsCommand {
                 }
             }
             Action::List { config, json } => list(&config.load()?, json)?,
-            Action::Show { head, config } => {
+            Action::Show { head, config, json: _ } => {
                 let registry = open(&config.load()?)?;
                 let manifest = registry.show(&registry.resolve(&head)?)?;
                 println!("{}", serde_json::to_string_pretty(&manifest)?);
@@ -191,10 +197,10 @@ impl HeadsCommand {
                     println!("{}", manifest.id);
                 }
             }
-            Action::Export { head, to, format, config, json } => {
+            Action::Export { head, to, format, stock, config, json } => {
                 let registry = open(&config.load()?)?;
                 let id = registry.resolve(&head)?;
-                registry.export(&id, &to, format.format(), HeadDtype::Bf16, true)?;
+                registry.export(&id, &to, format.format(), HeadDtype::Bf16, !stock)?;
                 if json {
                     println!("{}", json!({ "head": id, "directory": to }));
                 } else {
@@ -221,7 +227,8 @@ fn promote(config: &Config, name: &str, force: bool, no_swap: bool, json: bool) 
     let registry = open(config)?;
     let id = registry.resolve(name)?;
     let live = live_head(config, &registry, no_swap);
-    if matches!(&live, Ok(Some(live)) if *live == id) {
+    let before = live.as_ref().map(Live::clone).unwrap_or_default();
+    if before.id.as_ref() == Some(&id) {
         if json {
             println!("{}", json!({ "head": id, "promoted": true, "reason": "it is live already" }));
         } else {
@@ -229,7 +236,7 @@ fn promote(config: &Config, name: &str, force: bool, no_swap: bool, json: bool) 
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let compared = live.and_then(|live| learn::compare(config, &registry, &id, live.as_deref()));
+    let compared = live.and_then(|live| learn::compare(config, &registry, &id, live.id.as_deref()));
     let (comparison, reason) = match compared {
         Ok(comparison) => {
             let reason = comparison.decision.reason.clone();
@@ -255,6 +262,9 @@ fn promote(config: &Config, name: &str, force: bool, no_swap: bool, json: bool) 
     }
     let grounds = if passed { format!("gate: {reason}") } else { format!("forced: {reason}") };
     let swapped = if no_swap { None } else { Some(swap::swap_registered(config, &registry, &id)?) };
+    if let Some(ran) = before.id.filter(|_| before.unmarked) {
+        registry.promote(&ran, "vLLM ran it")?;
+    }
     registry.promote(&id, &grounds)?;
     if json {
         let report = json!({
@@ -271,22 +281,45 @@ fn promote(config: &Config, name: &str, force: bool, no_swap: bool, json: bool) 
     Ok(ExitCode::SUCCESS)
 }
 
-/// The head that a candidate must beat: the one that vLLM runs, taken into the registry if it is not there; the one that
-/// is marked live where vLLM is to be left alone.
-fn live_head(config: &Config, registry: &Registry, no_swap: bool) -> anyhow::Result<Option<String>> {
-    let marked = registry.live()?.map(|pointer| pointer.id);
+/// The head that a candidate must beat.
+#[derive(Clone, Default)]
+struct Live {
+    id: Option<String>,
+    /// It is not the one that heads/live.json names.
+    unmarked: bool,
+}
+
+/// The head that vLLM runs, taken into the registry if it is not there; the one that is marked live where vLLM is to be
+/// left alone.
+fn live_head(config: &Config, registry: &Registry, no_swap: bool) -> anyhow::Result<Live> {
+    let marked = registry.live()?;
     if no_swap {
-        return Ok(marked);
+        return Ok(Live { id: marked.map(|pointer| pointer.id), unmarked: false });
     }
     let status = swap::running(config)?;
-    let Verifier { shape, tensors, identity } = Verifier::read(config)?;
-    let id = adopt_running(registry, &status, &shape, &identity, &tensors)?;
-    if marked.as_ref() != Some(&id) {
-        let instead = marked.map_or_else(String::new, |marked| format!(", not {marked}"));
-        eprintln!("draftsmith: vLLM runs head {id}{instead}: heads/live.json says so now");
-        registry.promote(&id, "vLLM ran it")?;
+    let digest = status.digest.clone().ok_or(PromoteError::RunningUnknown)?;
+    let marked_runs = marked.as_ref().filter(|marked| registry.is_of(&marked.id, &marked.digest, &digest));
+    let id = match (marked_runs, &marked, registry.find(&digest)?) {
+        (Some(marked), ..) => marked.id.clone(),
+        // Nobody chose what it runs now over the marked one.
+        (None, Some(marked), _) if status.loaded_at.is_none() => anyhow::bail!(
+            "vLLM was restarted with another head than {}, which heads/live.json names; `draftsmith swap live` puts that one \
+             back in, or give --force to promote past it",
+            marked.id
+        ),
+        (None, _, Some(id)) => id,
+        (None, _, None) => {
+            let Verifier { shape, tensors, identity } = Verifier::read(config)?;
+            import_running(registry, &status, &shape, &identity, &tensors)?
+        }
+    };
+    check_running(&status, &registry.show(&id)?.config, swap::verifier_shape(config)?.as_ref())?;
+    let unmarked = marked_runs.is_none();
+    if unmarked {
+        let instead = marked.map_or_else(String::new, |marked| format!(", not {}", marked.id));
+        eprintln!("draftsmith: vLLM runs head {id}{instead}: the candidate is compared with that one");
     }
-    Ok(Some(id))
+    Ok(Live { id: Some(id), unmarked })
 }
 
 fn print_comparison(comparison: &Comparison) {
@@ -299,18 +332,26 @@ fn print_comparison(comparison: &Comparison) {
 fn roll_back(config: &Config, no_swap: bool, json: bool) -> anyhow::Result<()> {
     let registry = open(config)?;
     let marked = registry.live()?.ok_or(PromoteError::NothingLive)?;
-    let runs_another = !no_swap && !runs(&registry, &swap::running(config)?, &marked.id)?;
-    let (id, swapped, rolled_back) = if runs_another {
-        eprintln!(
-            "draftsmith: vLLM runs another head than {}, which heads/live.json names: it gets that one",
-            marked.id
-        );
-        let swapped = swap::swap_registered(config, &registry, &marked.id)?;
-        (marked.id, Some(swapped), None)
+    let fallback = registry.fallback();
+    let step = if no_swap {
+        Step::Mark
     } else {
-        let id = registry.fallback()?.id;
-        let swapped = if no_swap { None } else { Some(swap::swap_registered(config, &registry, &id)?) };
-        (id, swapped, registry.roll_back()?.rolled_back)
+        next_step(&registry, &swap::running(config)?, &marked, fallback.as_ref().ok())
+    };
+    let (id, swapped, rolled_back) = match step {
+        Step::PutMarkedBack => {
+            eprintln!(
+                "draftsmith: vLLM runs another head than {}, which heads/live.json names: it gets that one",
+                marked.id
+            );
+            (marked.id.clone(), Some(swap::swap_registered(config, &registry, &marked.id)?), None)
+        }
+        Step::Swap => {
+            let id = fallback?.id;
+            let swapped = swap::swap_registered(config, &registry, &id)?;
+            (id, Some(swapped), registry.roll_back()?.rolled_back)
+        }
+        Step::Mark => (fallback?.id, None, registry.roll_back()?.rolled_back),
     };
     if json {
         println!("{:#}", json!({ "head": id, "rolled_back": rolled_back, "swap": swapped }));
@@ -318,16 +359,45 @@ fn roll_back(config: &Config, no_swap: bool, json: bool) -> anyhow::Result<()> {
     }
     match &swapped {
         Some(swapped) => swap::print(swapped),
-        None => println!("{id} is marked live; vLLM was left alone"),
+        None if no_swap => println!("{id} is marked live; vLLM was left alone"),
+        None => println!("{id} is marked live; vLLM runs it already"),
     }
     Ok(())
 }
 
-/// Whether vLLM runs this registered head. A head without a digest is nobody's.
-fn runs(registry: &Registry, status: &PluginStatus, id: &str) -> anyhow::Result<bool> {
-    let Some(digest) = &status.digest else { return Ok(false) };
-    let manifest = registry.show(id)?;
-    Ok(manifest.is_of(digest))
+/// What a roll-back does.
+enum Step {
+    /// The head before the marked one goes into vLLM.
+    Swap,
+    /// vLLM runs that one already: a roll-back was cut off after its swap, or the marked head was for the next start.
+    Mark,
+    /// vLLM runs neither: somebody swapped past the registry.
+    PutMarkedBack,
+}
+
+fn next_step(
+    registry: &Registry,
+    status: &PluginStatus,
+    marked: &LivePointer,
+    fallback: Option<&PastHead>,
+) -> Step {
+    let runs = |id: &str, digest: &str| {
+        status.digest.as_ref().is_some_and(|running| registry.is_of(id, digest, running))
+    };
+    if runs(&marked.id, &marked.digest) {
+        return Step::Swap;
+    }
+    if fallback.is_some_and(|past| runs(&past.id, &past.digest)) {
+        return Step::Mark;
+    }
+    // A damaged head must not stand in the way of the one before it.
+    match registry.load(&marked.id) {
+        Ok(_) => Step::PutMarkedBack,
+        Err(error) => {
+            eprintln!("draftsmith: {} is passed by: {error}", marked.id);
+            Step::Swap
+        }
+    }
 }
 
 fn init(
@@ -342,7 +412,15 @@ fn init(
     let shape = VerifierShape::read(verifier)?;
     let tensors = VerifierTensors::read(verifier, &shape)?;
     let counts = match from_records {
-        Some(directory) => record::token_frequencies(&DataDir::new(directory), shape.vocab_size)?,
+        Some(directory) => {
+            let data = DataDir::new(directory);
+            anyhow::ensure!(
+                data.records().is_dir(),
+                "--from-records {}: no records there; give the data directory that `draftsmith serve` writes",
+                directory.display()
+            );
+            record::token_frequencies(&data, shape.vocab_size)?
+        }
         None => vec![0; shape.vocab_size],
     };
     let size = draft_vocab.unwrap_or(default_draft_vocabulary_size(shape.vocab_size));

@@ -48,6 +48,9 @@ enum Action {
     Compact {
         #[command(flatten)]
         config: ConfigFlags,
+        /// Print the report as JSON
+        #[arg(long)]
+        json: bool,
     },
     /// Remove rows and the hidden states of their requests for good, and name the heads that learned from them
     #[command(group(clap::ArgGroup::new("which").required(true).multiple(true).args(["tenant", "tenant_hash", "before"])))]
@@ -85,7 +88,7 @@ impl RecordsCommand {
             Action::Export { config, out, split } => {
                 export(&super::existing_data(&config.load()?)?, &out, split.as_deref())
             }
-            Action::Compact { config } => compact(&super::existing_data(&config.load()?)?),
+            Action::Compact { config, json } => compact(&super::existing_data(&config.load()?)?, json),
             Action::Forget { config, tenant, tenant_hash, before, json } => {
                 let config = config.load()?;
                 let data = super::existing_data(&config)?;
@@ -129,11 +132,15 @@ fn export(data: &DataDir, out: &str, split: Option<&str>) -> anyhow::Result<Exit
     Ok(ExitCode::SUCCESS)
 }
 
-fn compact(data: &DataDir) -> anyhow::Result<ExitCode> {
+fn compact(data: &DataDir, json: bool) -> anyhow::Result<ExitCode> {
     let recorder = Recorder::start(data, RecorderOptions::default())?;
     let done = recorder.compact()?;
     recorder.shutdown()?;
-    println!("{} hours: {} files became {}", done.hours, done.files_before, done.files_after);
+    if json {
+        println!("{}", serde_json::to_string(&done)?);
+    } else {
+        println!("{} hours: {} files became {}", done.hours, done.files_before, done.files_after);
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -238,8 +245,10 @@ fn verify(data: &DataDir, json: bool) -> anyhow::Result<ExitCode> {
     Ok(if bad.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(PARTLY_DONE) })
 }
 
-/// The registered heads' ids by the digest of their model file. Heads from elsewhere have none.
+/// The registered heads' ids by the digests of their model files. Heads from elsewhere have none.
 fn ids_by_digest(data: &DataDir) -> anyhow::Result<HashMap<String, String>> {
     let heads = Registry::of(data).list()?.heads;
-    Ok(heads.into_iter().map(|manifest| (manifest.model_digest, manifest.id)).collect())
+    let named =
+        heads.iter().flat_map(|head| head.digests().map(|digest| (digest.to_owned(), head.id.clone())));
+    Ok(named.collect())
 }

@@ -47,7 +47,9 @@ impl StatesCommand {
         let options =
             BackfillOptions { from, transfer_directory: transfer, layer_ids: layers, concurrency, limit };
         let runtime = super::runtime()?;
-        let report = runtime.block_on(backfill::run(&config.load()?, options, super::interrupted()))?;
+        let settings = config.load()?;
+        super::existing_data(&settings)?;
+        let report = runtime.block_on(backfill::run(&settings, options, super::interrupted()))?;
         if json {
             println!("{}", serde_json::to_string_pretty(&report)?);
             return Ok(ExitCode::from(report.exit_code()));

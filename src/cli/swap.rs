@@ -29,9 +29,11 @@ impl SwapCommand {
         let registry = Registry::of(&DataDir::new(&config.data.directory));
         let given = Path::new(&self.head);
         let swapped = if given.is_dir() {
-            let head = Head::read(given, None)?;
+            let head = Head::read(given, verifier_shape(&config)?.as_ref())?;
             let swapped = swap(&config, &head, given, None)?;
-            if let Some(pointer) = registry.live()? {
+            if let Some(pointer) = registry.live()?
+                && !registry.is_of(&pointer.id, &pointer.digest, &swapped.digest)
+            {
                 eprintln!(
                     "draftsmith: heads/live.json names {} still; the next `heads promote` takes this head into the registry",
                     pointer.id
@@ -61,8 +63,13 @@ pub(super) fn swap_registered(config: &Config, registry: &Registry, id: &str) ->
 
 fn swap(config: &Config, head: &Head, directory: &Path, label: Option<&str>) -> anyhow::Result<Swapped> {
     let client = Client::new(&config.proxy.upstream, Timeouts::default())?;
-    let verifier = config.verifier.directory.as_deref().map(VerifierShape::read).transpose()?;
+    let verifier = verifier_shape(config)?;
     Ok(super::runtime()?.block_on(swap_in(&client, head, directory, label, verifier.as_ref()))?)
+}
+
+/// Of the configured verifier, which a head that names three layers needs.
+pub(super) fn verifier_shape(config: &Config) -> anyhow::Result<Option<VerifierShape>> {
+    Ok(config.verifier.directory.as_deref().map(VerifierShape::read).transpose()?)
 }
 
 /// What vLLM's plugin says of the head that it runs.

@@ -60,7 +60,10 @@ pub struct EvalCommand {
 impl TrainCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let mut config = self.config.load_with(&[("train.device", &self.device)])?;
-        super::existing_data(&config)?;
+        // What follows the traffic may be started before `serve` is.
+        if !self.follow {
+            super::existing_data(&config)?;
+        }
         if let Some(passes) = self.passes {
             config.train.passes = passes;
         }
@@ -148,7 +151,7 @@ impl EvalCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         let config = self.config.load_with(&[("train.device", &self.device)])?;
         let head = if Path::new(&self.head).is_dir() {
-            Head::read(Path::new(&self.head), None)?
+            Head::read(Path::new(&self.head), super::swap::verifier_shape(&config)?.as_ref())?
         } else {
             let registry = Registry::of(&super::existing_data(&config)?);
             registry.load(&registry.resolve(&self.head)?)?.0

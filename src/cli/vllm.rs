@@ -47,6 +47,9 @@ enum Action {
     Check {
         #[command(flatten)]
         config: ConfigFlags,
+        /// JSON is what this prints in any case
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -63,7 +66,7 @@ impl VllmCommand {
                     launch(&LaunchOptions { model, head, transfer, plugin, speculative_tokens, extra })
                 );
             }
-            Action::Check { config } => {
+            Action::Check { config, json: _ } => {
                 let client = Client::new(&config.load()?.proxy.upstream, Timeouts::default())?;
                 let answer = super::runtime()?.block_on(async {
                     client.health().await?;

@@ -4,6 +4,9 @@ use std::fmt::Debug;
 
 use super::{Config, ConfigError, PrivacyConfig, TokenIds, UpstreamAddress};
 
+/// Of any time, in its unit; about thirty years in seconds.
+const LONGEST: u64 = 1_000_000_000;
+
 /// Refuses the first value that cannot work, by its key.
 pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
     if let Err(error) = config.proxy.upstream.parse::<UpstreamAddress>() {
@@ -17,6 +20,13 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
         "set tls_certificate_file and tls_key_file together",
     )?;
     positive("proxy.connect_seconds", proxy.connect_seconds)?;
+    let https = matches!(proxy.upstream.parse(), Ok(UpstreamAddress::Tcp { tls: true, .. }));
+    require(
+        proxy.upstream_ca_file.is_none() || https,
+        "proxy.upstream_ca_file",
+        &proxy.upstream_ca_file,
+        "it is for an upstream of https://; leave it out",
+    )?;
 
     for route in &config.proxy.allow_routes {
         let plain = route.starts_with('/') && !route.contains(['?', '#', '%']);
@@ -27,6 +37,23 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
             route,
             "give each path as vLLM spells it: from its / on, without a query or percent signs, {} for one segment",
         )?;
+    }
+
+    // Beyond these no clock of the system reaches.
+    for (key, value) in [
+        ("proxy.connect_seconds", proxy.connect_seconds),
+        ("proxy.first_byte_seconds", proxy.first_byte_seconds),
+        ("proxy.between_chunks_seconds", proxy.between_chunks_seconds),
+        ("proxy.client_body_seconds", proxy.client_body_seconds),
+        ("proxy.sse_keep_alive_seconds", proxy.sse_keep_alive_seconds),
+        ("proxy.drain_seconds", proxy.drain_seconds),
+        ("record.flush_interval_ms", config.record.flush_interval_ms),
+        ("record.seal_after_seconds", config.record.seal_after_seconds),
+        ("record.join_timeout_seconds", config.record.join_timeout_seconds),
+        ("record.merge_after_seconds", config.record.merge_after_seconds),
+        ("states.unmatched_seconds", config.states.unmatched_seconds),
+    ] {
+        require(value <= LONGEST, key, &value, "choose at most 1000000000")?;
     }
 
     let control = config.control.listen;
@@ -70,9 +97,9 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
         let remedy = format!("choose from {}", recordable.join(", "));
         require(recordable.contains(route), "privacy.routes", route, &remedy)?;
     }
-    for pattern in privacy.patterns.values() {
-        let remedy = "give a regular expression of the Rust regex crate";
-        require(regex::Regex::new(pattern).is_ok(), "privacy.patterns", pattern, remedy)?;
+    for (name, pattern) in &privacy.patterns {
+        let remedy = format!("give {name} a regular expression of the Rust regex crate");
+        require(regex::Regex::new(pattern).is_ok(), "privacy.patterns", pattern, &remedy)?;
     }
     if let Some(name) = &privacy.tenant_header {
         let usable = hyper::header::HeaderName::try_from(name.as_str()).is_ok();

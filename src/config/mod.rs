@@ -161,6 +161,7 @@ pub struct VerifierConfig {
 #[serde(deny_unknown_fields, default)]
 pub struct RecordConfig {
     pub enabled: bool,
+    /// `plugin`: bodies stay as they are, ids come with the states; `request`: vLLM is asked for them in each request.
     pub token_ids: TokenIds,
     /// A crash loses at most this much, in milliseconds. 0: each request is synced as soon as the disk is free.
     pub flush_interval_ms: u64,
@@ -481,6 +482,10 @@ fn unknown_key(prefix: &str, given: &serde_json::Value, known: &serde_json::Valu
             let allowed: Vec<&str> = known_table.keys().map(String::as_str).collect();
             return Some(format!("unknown key `{key}` = {value}; allowed here: {}", allowed.join(", ")));
         };
+        // Names of the user's own choice, such as those of patterns.
+        if known_value.as_object().is_some_and(serde_json::Map::is_empty) {
+            continue;
+        }
         if let Some(message) = unknown_key(&key, value, known_value) {
             return Some(message);
         }
@@ -534,6 +539,27 @@ mod tests {
         }
     }
 
+    /// Names of patterns are the user's own: they must not be taken for unknown keys, and hide what is wrong.
+    #[test]
+    fn what_is_wrong_beside_a_pattern_is_named() {
+        for (text, parts) in [
+            ("[proxy]\nlisten = \"localhost\"\n", ["`proxy.listen`", "127.0.0.1:8080"]),
+            ("[train]\npasses = \"x\"\n", ["`train.passes`", "usize"]),
+            ("[record]\ntoken_ids = true\n", ["`record.token_ids`", "`request`"]),
+        ] {
+            let pattern = "[privacy.patterns]\nticket = \"T-[0-9]+\"\n";
+            let message = load_text(&format!("{text}{pattern}")).unwrap_err().to_string();
+            assert!(parts.iter().all(|part| message.contains(part)), "{message}");
+        }
+        let message = load_text("[privacy.patterns]\nticket = 3\n").unwrap_err().to_string();
+        assert!(
+            message.contains("`privacy.patterns.ticket` = 3") && !message.contains("unknown"),
+            "{message}"
+        );
+        let message = load_text("[privacy.patterns]\nticket = \"(\"\n").unwrap_err().to_string();
+        assert!(message.contains("privacy.patterns") && message.contains("ticket"), "{message}");
+    }
+
     #[test]
     fn bad_flag_is_not_blamed_on_the_file() {
         let directory = tempfile::tempdir().unwrap();
@@ -573,6 +599,10 @@ mod tests {
             ("proxy.upstream", "[proxy]\nupstream = \"127.0.0.1:8000\"\n"),
             ("proxy.upstream", "[proxy]\nupstream = \"http://127.0.0.1:8000/v1\"\n"),
             ("proxy.upstream", "[proxy]\nupstream = \"unix:vllm.sock\"\n"),
+            ("proxy.upstream_ca_file", "[proxy]\nupstream_ca_file = \"/etc/ca.pem\"\n"),
+            ("proxy.drain_seconds", "[proxy]\ndrain_seconds = 9000000000\n"),
+            ("record.seal_after_seconds", "[record]\nseal_after_seconds = 9223372036854775807\n"),
+            ("states.unmatched_seconds", "[states]\nunmatched_seconds = 9223372036854775807\n"),
             ("proxy.tls_key_file", "[proxy]\ntls_certificate_file = \"cert.pem\"\n"),
             ("proxy.connect_seconds", "[proxy]\nconnect_seconds = 0\n"),
             ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/metrics\", \"v1/x\"]\n"),

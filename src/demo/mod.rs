@@ -98,6 +98,9 @@ impl Report {
         if after <= before {
             found.push(format!("the acceptance length did not rise: {before:.3} before, {after:.3} after"));
         }
+        if !self.swap.within_the_stream {
+            found.push("the stream ended before the swap did, so it shows nothing".to_owned());
+        }
         if !self.swap.same_text {
             found.push("the swap changed the text of the stream that ran".to_owned());
         }

@@ -12,6 +12,7 @@ use serde_json::json;
 struct StreamedAnswer {
     text: String,
     gaps: Vec<Duration>,
+    ended: Instant,
 }
 
 /// What a swap did to a stream.
@@ -19,6 +20,8 @@ struct StreamedAnswer {
 pub struct SwapUnderLoad {
     /// The stream's text equals the text without a swap.
     pub same_text: bool,
+    /// The new head was in before the stream's last piece came: it ran under both heads.
+    pub within_the_stream: bool,
     pub largest_gap_ms: f64,
     pub usual_gap_ms: f64,
     /// From the first control call to the last answer.
@@ -44,7 +47,7 @@ async fn stream_answer(
         .error_for_status()?;
     let mut bytes = response.bytes_stream();
     let mut decoder = crate::openai::sse::Decoder::new();
-    let mut answer = StreamedAnswer { text: String::new(), gaps: Vec::new() };
+    let mut answer = StreamedAnswer { text: String::new(), gaps: Vec::new(), ended: Instant::now() };
     let mut last: Option<Instant> = None;
     let mut count = 0;
     while let Some(chunk) = bytes.next().await {
@@ -67,6 +70,7 @@ async fn stream_answer(
             at_chunk(count);
         }
     }
+    answer.ended = last.context("a stream without text")?;
     Ok(answer)
 }
 
@@ -89,11 +93,13 @@ pub async fn swap_under_load(proxy: &str, head: &str, config: &str) -> anyhow::R
     });
     let swapping = async {
         started.await.context("the stream ended before the swap began")?;
-        super::run_json(&["swap", head, "--config", config, "--json"]).await
+        let swapped = super::run_json(&["swap", head, "--config", config, "--json"]).await?;
+        anyhow::Ok((swapped, Instant::now()))
     };
     let (streamed, swapped) = tokio::join!(streaming, swapping);
-    let (streamed, swapped) = (streamed?, swapped?);
+    let (streamed, (swapped, swapped_at)) = (streamed?, swapped?);
     Ok(SwapUnderLoad {
+        within_the_stream: swapped_at < streamed.ended,
         same_text: streamed.text == undisturbed.text,
         largest_gap_ms: streamed.gaps.iter().max().map_or(0.0, |gap| gap.as_secs_f64() * 1e3),
         usual_gap_ms: median_ms(&undisturbed.gaps),

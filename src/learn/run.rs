@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
+use indicatif::ProgressBar;
 use serde::Serialize;
 
 use super::run_directory::{Metrics, Plan, RunDirectory, StepLine};
@@ -12,6 +13,7 @@ use super::{
 use crate::config::Config;
 use crate::head::{Head, HeadDtype, HeadFormat};
 use crate::promote::{Candidate, Origin, Registry, TrainingSummary};
+use crate::replay::progress_bar;
 use crate::store::DataDir;
 use crate::train::{
     self, AdamW, AdamWOptions, BatchSize, Control, DraftTarget, Drafter, SampleSource, Schedule, Score,
@@ -228,12 +230,14 @@ impl Run {
             scored: None,
             fresh_score: None,
             failure: None,
+            bar: progress_bar(usize::try_from(options.steps).ok()),
             told: &mut told,
         };
         let began = Instant::now();
         let outcome = train::train(&options, &head.config, head.tensors, &target, &training, &mut watch)?;
         let trained_seconds = began.elapsed().as_secs_f64();
-        let Watch { scored, metrics, failure, .. } = watch;
+        let Watch { scored, metrics, failure, bar, .. } = watch;
+        bar.finish_and_clear();
         if let Some(error) = failure {
             return Err(error);
         }
@@ -293,14 +297,17 @@ struct Watch<'a, F: FnMut(&CurvePoint)> {
     /// That of the step whose line is still to be written.
     fresh_score: Option<f64>,
     failure: Option<anyhow::Error>,
+    bar: ProgressBar,
     told: &'a mut F,
 }
 
 impl<F: FnMut(&CurvePoint)> Watch<'_, F> {
     fn write_line(&mut self, event: &TrainEvent) -> anyhow::Result<()> {
         let line = self.metrics.add(event.progress, event.report.loss, self.fresh_score.take())?;
+        self.bar.set_position(event.progress.step);
+        self.bar.set_message(format!("loss {:.3}", line.loss));
         if let Some(point) = CurvePoint::of(line) {
-            (self.told)(&point);
+            self.bar.suspend(|| (self.told)(&point));
         }
         Ok(())
     }

@@ -29,6 +29,9 @@ pub struct Manifest {
     pub model_digest: String,
     pub training: Option<TrainingSummary>,
     pub score: Option<HeldOutScore>,
+    /// sha256 (hex) of the model files that it was exported as: vLLM may run one of those.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub exported: Vec<String>,
     /// draftsmith's version.
     pub made_by: String,
 }
@@ -51,13 +54,21 @@ pub enum Origin {
 }
 
 impl Manifest {
-    /// Whether a model file with this sha256 (hex) is this head: its own, or the one that it was imported from.
-    pub fn is_of(&self, digest: &str) -> bool {
+    /// sha256 (hex) of the model files that are this head: its own, the one that it was imported from, exported ones.
+    pub fn digests(&self) -> impl Iterator<Item = &str> {
         let imported_from = match &self.origin {
             Origin::Imported { digest, .. } => digest.as_deref(),
             Origin::Fresh { .. } | Origin::Trained => None,
         };
-        self.model_digest == digest || imported_from == Some(digest)
+        [self.model_digest.as_str()]
+            .into_iter()
+            .chain(imported_from)
+            .chain(self.exported.iter().map(String::as_str))
+    }
+
+    /// Whether a model file with this sha256 (hex) is this head.
+    pub fn is_of(&self, digest: &str) -> bool {
+        self.digests().any(|own| own == digest)
     }
 }
 

@@ -102,6 +102,7 @@ impl Registry {
             model_digest: file_digest(&model).map_err(PromoteError::io(&model))?,
             training: candidate.training.clone(),
             score: candidate.score.clone(),
+            exported: Vec::new(),
             made_by: env!("CARGO_PKG_VERSION").to_owned(),
         };
         write_json(&aside.join("manifest.json"), &manifest)?;
@@ -184,7 +185,13 @@ impl Registry {
         Ok(manifest)
     }
 
-    /// The newest head whose model file has this sha256 (hex), or that was imported from a file that has it.
+    /// Whether a model file with the sha256 `found` is the head `id`, which is known to have been `digest`: a manifest
+    /// that cannot be read hides the further names of its head alone.
+    pub fn is_of(&self, id: &str, digest: &str, found: &str) -> bool {
+        digest == found || self.show(id).is_ok_and(|manifest| manifest.is_of(found))
+    }
+
+    /// The newest head that a model file with this sha256 (hex) is.
     pub fn find(&self, digest: &str) -> Result<Option<String>, PromoteError> {
         let heads = self.list()?.heads;
         Ok(heads.into_iter().rev().find(|manifest| manifest.is_of(digest)).map(|manifest| manifest.id))
@@ -266,7 +273,20 @@ impl Registry {
             let _ = fs::remove_dir_all(&aside);
             return Err(error.into());
         }
+        let model = aside.join("model.safetensors");
+        let digest = file_digest(&model).map_err(PromoteError::io(&model))?;
+        self.note_export(id, digest)?;
         rename_durably(&aside, to).map_err(PromoteError::io(to))
+    }
+
+    fn note_export(&self, id: &str, digest: String) -> Result<(), PromoteError> {
+        let _lock = self.lock()?;
+        let mut manifest = self.show(id)?;
+        if manifest.is_of(&digest) {
+            return Ok(());
+        }
+        manifest.exported.push(digest);
+        write_json(&self.path(id).join("manifest.json"), &manifest)
     }
 
     /// Puts a held-out score into a head's manifest.

@@ -53,9 +53,19 @@ fn started_with(status: &PluginStatus, verifier: Option<&VerifierShape>) -> Resu
     Ok(HeadConfig::from_json(Path::new("the head that vLLM was started with"), config, verifier)?)
 }
 
-/// The registered head that vLLM runs. Where the registry does not have it, such as the head of day 0 or one that was
-/// swapped in by hand, it is imported, so that it can be scored, and rolled back to.
-pub fn adopt_running(
+/// Refuses where vLLM runs the head by other rules than the head's own config has: somebody put the file in past our
+/// swap, and what is scored here would not be what runs there.
+pub fn check_running(
+    status: &PluginStatus,
+    running: &HeadConfig,
+    verifier: Option<&VerifierShape>,
+) -> Result<(), PromoteError> {
+    Ok(check_swap(&started_with(status, verifier)?, running)?)
+}
+
+/// Imports the head that vLLM runs where the registry does not have it, such as the head of day 0 or one that was swapped
+/// in from a directory, so that it can be scored, and rolled back to.
+pub fn import_running(
     registry: &Registry,
     status: &PluginStatus,
     shape: &VerifierShape,
@@ -63,9 +73,6 @@ pub fn adopt_running(
     tensors: &VerifierTensors,
 ) -> Result<String, PromoteError> {
     let Some(digest) = &status.digest else { return Err(PromoteError::RunningUnknown) };
-    if let Some(id) = registry.find(digest)? {
-        return Ok(id);
-    }
     let file = status.file.as_deref().ok_or(PromoteError::RunningUnknown)?;
     let now = file_digest(file).map_err(PromoteError::io(file))?;
     if now != *digest {

@@ -23,12 +23,17 @@ pub struct Inputs {
 /// What of the verifier's directory tells whether states and ids are its own.
 pub(super) struct VerifierFiles {
     pub shape: VerifierShape,
-    pub tokenizer: Tokenizer,
+    /// None: the model comes with another kind of tokenizer's file, as Kimi's do.
+    pub tokenizer: Option<Tokenizer>,
 }
 
 impl Inputs {
     /// Reads them all; writes nothing. An error names the setting.
     pub fn read(config: &Config) -> anyhow::Result<Self> {
+        could_be_directory("data.directory", &config.data.directory)?;
+        if let Some(directory) = &config.states.transfer_directory {
+            could_be_directory("states.transfer_directory", directory)?;
+        }
         let proxy = PreparedProxy::new(proxy_options(config)?)?;
         let control_keys = config
             .control
@@ -43,14 +48,40 @@ impl Inputs {
         };
         Ok(Self { proxy, control_keys: control_keys.map(Arc::new), verifier })
     }
+
+    /// What works, and is likely not meant, as [`Config::doubts`] has it.
+    pub fn doubts(&self, config: &Config) -> Vec<String> {
+        let untold = self.verifier.as_ref().is_some_and(|files| files.tokenizer.is_none());
+        match &config.verifier.directory {
+            Some(directory) if untold && config.states.transfer_directory.is_some() => vec![format!(
+                "token ids will not be checked against the recorded text: verifier.directory = {} has no tokenizer.json",
+                directory.display()
+            )],
+            _ => Vec::new(),
+        }
+    }
 }
 
 impl VerifierFiles {
     fn read(directory: &Path) -> anyhow::Result<Self> {
         let shape = VerifierShape::read(directory)?;
         let path = directory.join("tokenizer.json");
+        if !path.exists() {
+            return Ok(Self { shape, tokenizer: None });
+        }
         let tokenizer = Tokenizer::from_file(&path)
             .map_err(|error| anyhow::anyhow!("tokenizer {}: {error}", path.display()))?;
-        Ok(Self { shape, tokenizer })
+        Ok(Self { shape, tokenizer: Some(tokenizer) })
     }
+}
+
+/// Whether it is a directory, or can be made: the first of its parents that is there is one.
+fn could_be_directory(key: &str, path: &Path) -> anyhow::Result<()> {
+    let nearest = path.ancestors().find(|place| place.exists());
+    anyhow::ensure!(
+        nearest.is_none_or(Path::is_dir),
+        "{key} = {}: it is a file, or below one; choose a directory",
+        path.display()
+    );
+    Ok(())
 }

@@ -70,10 +70,11 @@ pub async fn serve(config: Config) -> anyhow::Result<()> {
 
 async fn serve_until(config: Config, stopped: oneshot::Receiver<()>) -> anyhow::Result<()> {
     raise_open_files_limit();
-    for doubt in config.doubts() {
+    let inputs = Inputs::read(&config)?;
+    for doubt in config.doubts().into_iter().chain(inputs.doubts(&config)) {
         tracing::warn!("{doubt}");
     }
-    let Inputs { proxy: prepared, control_keys, verifier } = Inputs::read(&config)?;
+    let Inputs { proxy: prepared, control_keys, verifier } = inputs;
     let data = DataDir::new(&config.data.directory);
     data.create().with_context(|| format!("data.directory = {}", data.root().display()))?;
     if let Some(directory) = &config.states.transfer_directory {
@@ -190,7 +191,7 @@ fn start_collector(
     if let Some(files) = verifier {
         options.expected.hidden_size = Some(files.shape.hidden_size);
         options.expected.vocab_size = Some(files.shape.vocab_size);
-        tokenizer = Some(files.tokenizer);
+        tokenizer = files.tokenizer;
     }
     let store = StateStore::open(&data.states(), StoreOptions::of(&config.states))?;
     let collector = Collector::start(options, store, tokenizer, move |outcome| {

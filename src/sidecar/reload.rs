@@ -35,6 +35,8 @@ pub(super) fn watch(
             .watch(&directory, RecursiveMode::NonRecursive)
             .with_context(|| format!("cannot watch {}", directory.display()))?;
     }
+    // What changed since the files were read has had no event.
+    changed.notify_one();
     let mut hang_up = signal(SignalKind::hangup()).context("cannot listen for SIGHUP")?;
     tokio::spawn(async move {
         loop {

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import threading
 from dataclasses import asdict, dataclass, field
@@ -78,6 +79,7 @@ class Head:
     loaded_at: float | None = None  # seconds since the epoch; None: the head that the server started with
     swaps: int = 0
     refusals: int = 0
+    asked: bool = False  # whether the first head was looked at
 
 
 TAP = Tap()
@@ -87,10 +89,14 @@ HEAD = Head()
 def remember_first_head(vllm_config) -> None:
     """The config of the head that the server starts with, and its digest where it is one local file."""
     speculative = vllm_config.speculative_config
-    if HEAD.config is not None or speculative is None or speculative.draft_model_config is None:
+    if HEAD.asked or speculative is None or speculative.draft_model_config is None:
         return
+    HEAD.asked = True
     directory = speculative.draft_model_config.model
-    HEAD.config = read_config(directory, speculative.draft_model_config.revision)
+    try:
+        HEAD.config = read_config(directory, speculative.draft_model_config.revision)
+    except Exception as error:  # a server without swaps is better than none
+        logging.getLogger("vllm.draftsmith").warning("the head's config.json cannot be read, so draftsmith will swap none in: %s", error)
     path = os.path.abspath(os.path.join(directory, "model.safetensors"))
     if not os.path.isfile(path):
         return
