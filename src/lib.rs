@@ -9,6 +9,7 @@ pub mod control;
 pub mod demo;
 pub mod forget;
 pub mod head;
+pub mod http;
 pub mod keys;
 pub mod learn;
 pub mod openai;

@@ -212,7 +212,7 @@ impl Arm {
     fn control(&self, method: reqwest::Method, url: &str) -> anyhow::Result<String> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
-            let answer = reqwest::Client::new().request(method, url).send().await?.error_for_status()?;
+            let answer = crate::http::client()?.request(method, url).send().await?.error_for_status()?;
             Ok(answer.text().await?)
         })
     }

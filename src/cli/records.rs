@@ -88,7 +88,10 @@ impl RecordsCommand {
             Action::Export { config, out, split } => {
                 export(&super::existing_data(&config.load()?)?, &out, split.as_deref())
             }
-            Action::Compact { config, json } => compact(&super::existing_data(&config.load()?)?, json),
+            Action::Compact { config, json } => {
+                let config = config.load()?;
+                compact(&super::existing_data(&config)?, config.record.object_store, json)
+            }
             Action::Forget { config, tenant, tenant_hash, before, json } => {
                 let config = config.load()?;
                 let data = super::existing_data(&config)?;
@@ -132,10 +135,12 @@ fn export(data: &DataDir, out: &str, split: Option<&str>) -> anyhow::Result<Exit
     Ok(ExitCode::SUCCESS)
 }
 
-fn compact(data: &DataDir, json: bool) -> anyhow::Result<ExitCode> {
-    let recorder = Recorder::start(data, RecorderOptions::default())?;
+fn compact(data: &DataDir, object_store: Option<String>, json: bool) -> anyhow::Result<ExitCode> {
+    let recorder = Recorder::start(data, RecorderOptions { object_store, ..RecorderOptions::default() })?;
     let done = recorder.compact()?;
+    let copied = recorder.settle_object_store();
     recorder.shutdown()?;
+    copied.context("the files are merged here")?;
     if json {
         println!("{}", serde_json::to_string(&done)?);
     } else {
@@ -146,9 +151,13 @@ fn compact(data: &DataDir, json: bool) -> anyhow::Result<ExitCode> {
 
 fn forget(config: &Config, selection: Selection, json: bool) -> anyhow::Result<ExitCode> {
     let report = super::runtime()?.block_on(forget_anywhere(config, selection))?;
+    let outcome = match report.object_store_left {
+        None => ExitCode::SUCCESS,
+        Some(_) => ExitCode::from(PARTLY_DONE),
+    };
     if json {
         println!("{}", serde_json::to_string(&report)?);
-        return Ok(ExitCode::SUCCESS);
+        return Ok(outcome);
     }
     println!(
         "{} rows of {} requests and {} samples of hidden states were removed",
@@ -163,7 +172,10 @@ fn forget(config: &Config, selection: Selection, json: bool) -> anyhow::Result<E
             println!("  {head}");
         }
     }
-    Ok(ExitCode::SUCCESS)
+    if let Some(reason) = &report.object_store_left {
+        println!("the object store still has them: {reason}");
+    }
+    Ok(outcome)
 }
 
 fn stats(data: &DataDir, json: bool) -> anyhow::Result<ExitCode> {

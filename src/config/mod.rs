@@ -179,6 +179,9 @@ pub struct RecordConfig {
     pub merge_after_seconds: u64,
     /// Keep the raw bodies beside the parsed columns.
     pub keep_raw: bool,
+    /// An object store that gets copies of the sealed files: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`,
+    /// `az://CONTAINER/PREFIX`, `file:///DIRECTORY`. Credentials come from the environment.
+    pub object_store: Option<String>,
 }
 
 /// What is not recorded, and what is taken out of what is.
@@ -339,6 +342,7 @@ impl Default for RecordConfig {
             join_timeout_seconds: 10,
             merge_after_seconds: 3600,
             keep_raw: false,
+            object_store: None,
         }
     }
 }

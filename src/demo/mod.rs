@@ -432,6 +432,6 @@ fn traffic(
 /// Has the sidecar seal its records, so that the trainer and the sums see them.
 async fn flush(options: &Options) -> anyhow::Result<()> {
     let url = format!("http://127.0.0.1:{}/v1/flush", options.control_port);
-    reqwest::Client::new().post(url).send().await?.error_for_status()?;
+    crate::http::client()?.post(url).send().await?.error_for_status()?;
     Ok(())
 }

@@ -39,7 +39,7 @@ async fn stream_answer(
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": max_tokens, "temperature": 0, "stream": true, "ignore_eos": true,
     });
-    let response = reqwest::Client::new()
+    let response = crate::http::client()?
         .post(format!("{base}/v1/chat/completions"))
         .json(&body)
         .send()

@@ -8,6 +8,7 @@ use std::collections::{BTreeSet, HashSet};
 use anyhow::Context;
 
 use crate::config::Config;
+use crate::http;
 use crate::learn;
 use crate::record::{
     Forgotten, RecordError, Recorder, RecorderHandle, RecorderOptions, Selection, selected_requests,
@@ -24,6 +25,9 @@ pub struct Report {
     pub samples: usize,
     /// Heads that were trained on any of the requests, or scored by them, or that go on from such a head. They stay.
     pub heads: BTreeSet<String>,
+    /// Why the object store still has the rows, if it does. The process that records tries again.
+    #[serde(default)]
+    pub object_store_left: Option<String>,
 }
 
 /// Forgets in the process that has the recorder. `forget_states` removes the samples of requests.
@@ -38,13 +42,16 @@ pub fn forget(
     let heads = learn::heads_that_learned_from(data, &requests)?;
     let samples = forget_states(requests.iter().cloned().collect()).context("no rows were removed")?;
     let records = recorder.forget(selection.clone())?;
-    Ok(Report { requests: requests.len() as u64, records, samples, heads })
+    let object_store_left = recorder.settle_object_store().err().map(|error| error.to_string());
+    Ok(Report { requests: requests.len() as u64, records, samples, heads, object_store_left })
 }
 
 /// Forgets here, or asks the `serve` that records into this directory.
 pub async fn forget_anywhere(config: &Config, selection: Selection) -> anyhow::Result<Report> {
     let data = DataDir::new(&config.data.directory);
-    let recorder = match Recorder::start(&data, RecorderOptions::default()) {
+    let options =
+        RecorderOptions { object_store: config.record.object_store.clone(), ..RecorderOptions::default() };
+    let recorder = match Recorder::start(&data, options) {
         Ok(recorder) => recorder,
         Err(RecordError::Locked { .. }) => return ask_serve(config, &selection).await,
         Err(error) => return Err(error.into()),
@@ -64,7 +71,7 @@ pub async fn forget_anywhere(config: &Config, selection: Selection) -> anyhow::R
 
 async fn ask_serve(config: &Config, selection: &Selection) -> anyhow::Result<Report> {
     let url = format!("http://{}/v1/forget", config.control.listen);
-    let asked = reqwest::Client::new().post(&url).json(selection).send().await;
+    let asked = http::client()?.post(&url).json(selection).send().await;
     let answer = asked.with_context(|| {
         format!("another process records into this directory, and {url} does not answer: is control.listen its address?")
     })?;

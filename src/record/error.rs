@@ -1,6 +1,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use crate::store::ObjectError;
+
 /// What can go wrong in this room. Every message names the thing and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
@@ -45,6 +47,12 @@ pub enum RecordError {
         "{0} WAL segments are not sealed yet; they stay in wal/ and are tried again, also at the next start"
     )]
     Unsealed(usize),
+
+    #[error(transparent)]
+    ObjectStore(#[from] ObjectError),
+
+    #[error("the object store is not up to date: {0}; it is tried again, also at the next start")]
+    NotCopied(String),
 
     #[error("the recorder has stopped; start it again")]
     Stopped,

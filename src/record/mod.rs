@@ -12,12 +12,14 @@
 //! - `records/` holds whole Parquet files and nothing else, and no row twice, wherever the process was killed.
 //! - A disk that fails, fills up or stalls costs rows at worst, never a request: what does not fit is counted by reason,
 //!   the work is tried again, and recording goes on by itself once the disk does.
+//! - An object store that gets copies of `records/` can be away for as long as it likes: it is brought up to date later.
 
 mod columns;
 mod edit;
 mod error;
 mod export;
 mod health;
+mod mirror;
 mod privacy;
 mod read;
 mod recorder;

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use super::edit::{Compacted, Forgotten, Selection};
 use super::error::RecordError;
 use super::health::{DropReason, Health, Watch};
+use super::mirror::Mirror;
 use super::row::Record;
 use super::seal::{self, SealJob, SealReport};
 use super::wal::{self, Join, Stop};
@@ -39,6 +40,8 @@ pub struct RecorderOptions {
     pub writer: String,
     /// Small Parquet files of an hour are merged so long after its end; None: never.
     pub merge_after: Option<Duration>,
+    /// The URL of an object store that gets copies of the sealed files.
+    pub object_store: Option<String>,
 }
 
 impl Default for RecorderOptions {
@@ -53,6 +56,7 @@ impl Default for RecorderOptions {
             join_timeout: Duration::from_secs(10),
             writer: "draftsmith".into(),
             merge_after: Some(Duration::from_secs(3600)),
+            object_store: None,
         }
     }
 }
@@ -74,6 +78,8 @@ pub struct RecorderStats {
     pub disk_errors: u64,
     pub sealed_rows: u64,
     pub sealed_files: u64,
+    /// Files copied to the object store.
+    pub copied_files: u64,
     /// Requests found begun and not ended: `proxy_restart`.
     pub restarted_rows: u64,
     pub torn_segments: u64,
@@ -98,6 +104,7 @@ pub(super) struct Counters {
     pub disk_errors: AtomicU64,
     pub sealed_rows: AtomicU64,
     pub sealed_files: AtomicU64,
+    copied_files: AtomicU64,
     pub restarted_rows: AtomicU64,
     pub torn_segments: AtomicU64,
     pub damaged_segments: AtomicU64,
@@ -110,6 +117,8 @@ pub(super) struct Counters {
     pub wal: Watch,
     /// How sealing goes.
     pub sealing: Watch,
+    /// How copying to the object store goes.
+    pub object_store: Watch,
 }
 
 impl Counters {
@@ -153,6 +162,10 @@ impl Counters {
         }
     }
 
+    pub fn copied(&self) {
+        self.copied_files.fetch_add(1, Relaxed);
+    }
+
     pub fn snapshot(&self) -> RecorderStats {
         let mut dropped_rows_by_reason = BTreeMap::new();
         for (reason, count) in DropReason::ALL.iter().zip(&self.dropped_rows) {
@@ -171,6 +184,7 @@ impl Counters {
             disk_errors: self.disk_errors.load(Relaxed),
             sealed_rows: self.sealed_rows.load(Relaxed),
             sealed_files: self.sealed_files.load(Relaxed),
+            copied_files: self.copied_files.load(Relaxed),
             restarted_rows: self.restarted_rows.load(Relaxed),
             torn_segments: self.torn_segments.load(Relaxed),
             damaged_segments: self.damaged_segments.load(Relaxed),
@@ -308,7 +322,7 @@ impl Shared {
 pub struct Recorder;
 
 impl Recorder {
-    /// Starts the recorder's two threads and seals what an earlier process left, without waiting for it.
+    /// Starts the recorder's threads and seals what an earlier process left, without waiting for it.
     ///
     /// Fails when the directory cannot be made or another process records into it.
     pub fn start(data: &DataDir, options: RecorderOptions) -> Result<RecorderHandle, RecordError> {
@@ -341,10 +355,19 @@ impl Recorder {
         // The receiver is right here.
         let _ = jobs.send(SealJob::Recover(left_over));
         let compaction = seal::Compaction { age: options.merge_after, writer: options.writer.clone() };
-        let sealer = seal::spawn(disk.clone(), data.clone(), received, counters, compaction)?;
+        let (mirror, copier) = match &options.object_store {
+            Some(url) => {
+                let (mirror, copier) = Mirror::start(url, data.clone(), Arc::clone(&counters))?;
+                (Some(mirror), Some(copier))
+            }
+            None => (None, None),
+        };
+        let mirrored = mirror.is_some();
+        let sealer = seal::spawn(disk.clone(), data.clone(), received, counters, compaction, mirror)?;
         let writer = writer::spawn(disk, data.wal(), options, Arc::clone(&shared), jobs)?;
-        let threads = Mutex::new(vec![writer, sealer]);
-        Ok(RecorderHandle { inner: Arc::new(Inner { shared, threads }) })
+        let mut threads = vec![writer, sealer];
+        threads.extend(copier);
+        Ok(RecorderHandle { inner: Arc::new(Inner { shared, threads: Mutex::new(threads), mirrored }) })
     }
 }
 
@@ -361,6 +384,8 @@ fn lock(path: &Path) -> Result<File, RecordError> {
 struct Inner {
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// There is an object store.
+    mirrored: bool,
 }
 
 impl Inner {
@@ -450,6 +475,12 @@ impl RecorderHandle {
         self.ask(|reply| Item::PassOn(SealJob::Compact(reply)))
     }
 
+    /// Waits until the object store, if there is one, has what is sealed and nothing else of it, or until that failed.
+    /// Blocks the thread.
+    pub fn settle_object_store(&self) -> Result<(), RecordError> {
+        self.ask(|reply| Item::PassOn(SealJob::SettleObjectStore(reply)))
+    }
+
     /// Seals everything and stops; requests still running become `proxy_restart` rows. Blocks the thread, for up to the
     /// join timeout and the sealing itself. What other handles record afterwards is dropped and counted.
     pub fn shutdown(&self) -> Result<(), RecordError> {
@@ -469,6 +500,16 @@ impl RecorderHandle {
         metrics::gauge!("draftsmith_record_disk_state", "part" => "wal").set(f64::from(wal.code()));
         metrics::gauge!("draftsmith_record_disk_state", "part" => "sealing").set(f64::from(sealing.code()));
         (wal, sealing)
+    }
+
+    /// How copying to the object store goes, as [`health`](Self::health) tells the rest; None where there is none.
+    pub fn object_store_health(&self) -> Option<Health> {
+        if !self.inner.mirrored {
+            return None;
+        }
+        let health = self.inner.shared.counters.object_store.health();
+        metrics::gauge!("draftsmith_record_disk_state", "part" => "object_store").set(f64::from(health.code()));
+        Some(health)
     }
 
     pub fn stats(&self) -> RecorderStats {

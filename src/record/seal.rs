@@ -19,6 +19,7 @@ use parquet::schema::types::ColumnPath;
 use super::columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema, to_batch};
 use super::edit::{self, Compacted, Compactor, Forgotten, Selection};
 use super::error::RecordError;
+use super::mirror::Mirror;
 use super::recorder::Counters;
 use super::row::{Record, Status};
 use super::wal::{self, Frame, Join, Stop};
@@ -53,6 +54,8 @@ pub(super) enum SealJob {
     Barrier(Sender<Result<(), RecordError>>),
     Forget(Selection, Sender<Result<Forgotten, RecordError>>),
     Compact(Sender<Result<Compacted, RecordError>>),
+    /// Answered when the object store has what was done before it.
+    SettleObjectStore(Sender<Result<(), RecordError>>),
 }
 
 /// How often the sealing thread looks for small files when it has nothing else to do.
@@ -91,6 +94,7 @@ pub(super) fn run(
     jobs: &Receiver<SealJob>,
     counters: &Counters,
     compaction: &Compaction,
+    mirror: Option<&Mirror>,
 ) {
     let mut pending: Vec<Pending> = Vec::new();
     let mut compactor = Compactor::default();
@@ -105,18 +109,24 @@ pub(super) fn run(
                 pending.push(Pending { path, recovered: false, elsewhere: HashSet::new() });
             }
             Ok(SealJob::Barrier(reply)) => barrier = Some(reply),
+            Ok(SealJob::SettleObjectStore(reply)) => settle(mirror, reply),
             Ok(other @ (SealJob::Forget(..) | SealJob::Compact(_))) => edit = Some(other),
             Err(RecvTimeoutError::Timeout) if idle => {
-                if let Some(age) = compaction.age
-                    && let Err(error) = compactor.run(disk, data, &compaction.writer, age)
-                {
+                let Some(age) = compaction.age else { continue };
+                let merged = edited(mirror, || compactor.run(disk, data, &compaction.writer, age));
+                if let Err(error) = merged {
                     counters.disk_error("merge", &error);
                 }
             }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
-        pending = seal_all(disk, data, pending, counters);
+        if !pending.is_empty() {
+            pending = seal_all(disk, data, pending, counters);
+            if let Some(mirror) = mirror {
+                mirror.changed();
+            }
+        }
         if let Some(reply) = barrier {
             let outcome = if pending.is_empty() { Ok(()) } else { Err(RecordError::Unsealed(pending.len())) };
             // Nobody waits for the answer any more: nothing to tell.
@@ -128,12 +138,33 @@ pub(super) fn run(
                 let _ = reply.send(Err(RecordError::Unsealed(pending.len())));
             }
             Some(SealJob::Forget(selection, reply)) => {
-                let _ = reply.send(edit::forget(disk, data, &selection));
+                let _ = reply.send(edited(mirror, || edit::forget(disk, data, &selection)));
             }
             Some(SealJob::Compact(reply)) => {
-                let _ = reply.send(compactor.run(disk, data, &compaction.writer, Duration::ZERO));
+                let merge = || compactor.run(disk, data, &compaction.writer, Duration::ZERO);
+                let _ = reply.send(edited(mirror, merge));
             }
             _ => {}
+        }
+    }
+}
+
+/// Changes files that were sealed, while no copier looks.
+fn edited<T>(mirror: Option<&Mirror>, edit: impl FnOnce() -> T) -> T {
+    let Some(mirror) = mirror else { return edit() };
+    let editing = mirror.edit();
+    let outcome = edit();
+    drop(editing);
+    mirror.changed();
+    outcome
+}
+
+fn settle(mirror: Option<&Mirror>, reply: Sender<Result<(), RecordError>>) {
+    match mirror {
+        Some(mirror) => mirror.settle(reply),
+        None => {
+            // Nobody waits for the answer any more: nothing to tell.
+            let _ = reply.send(Ok(()));
         }
     }
 }
@@ -363,10 +394,11 @@ pub(super) fn spawn(
     jobs: Receiver<SealJob>,
     counters: Arc<Counters>,
     compaction: Compaction,
+    mirror: Option<Mirror>,
 ) -> Result<std::thread::JoinHandle<()>, RecordError> {
     std::thread::Builder::new()
         .name("record-seal".into())
-        .spawn(move || run(&disk, &data, &jobs, &counters, &compaction))
+        .spawn(move || run(&disk, &data, &jobs, &counters, &compaction, mirror.as_ref()))
         .map_err(|source| RecordError::Thread { name: "record-seal", source })
 }
 

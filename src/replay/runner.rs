@@ -181,7 +181,7 @@ pub async fn run(options: RunOptions, stop: impl Future<Output = ()>) -> Result<
     let dataset = Dataset::open(&options.dataset, DatasetOptions { turns: options.turns })?;
     let mut journal = Journal::open(&journal_path(&options.error_file), options.fresh)?;
     let mut errors = ErrorFile::create(&options.error_file)?;
-    let client = reqwest::Client::builder()
+    let client = crate::http::client_builder()
         .timeout(options.time_out)
         .pool_max_idle_per_host(options.concurrency)
         // vLLM closes idle connections after 5 s.

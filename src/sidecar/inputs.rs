@@ -12,6 +12,7 @@ use crate::config::Config;
 use crate::head::VerifierShape;
 use crate::keys::KeyFile;
 use crate::proxy::PreparedProxy;
+use crate::store::ObjectTarget;
 
 /// The files of a configuration, read.
 pub struct Inputs {
@@ -33,6 +34,13 @@ impl Inputs {
         could_be_directory("data.directory", &config.data.directory)?;
         if let Some(directory) = &config.states.transfer_directory {
             could_be_directory("states.transfer_directory", directory)?;
+        }
+        if let Some(url) = &config.record.object_store {
+            let target = ObjectTarget::open(url).context("record.object_store")?;
+            anyhow::ensure!(
+                !target.directory().is_some_and(|place| place.starts_with(std::path::absolute(&config.data.directory).unwrap_or_default())),
+                "record.object_store = {url}: it is in data.directory, whose files it is to have copies of; choose another"
+            );
         }
         let proxy = PreparedProxy::new(proxy_options(config)?)?;
         let control_keys = config

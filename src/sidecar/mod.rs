@@ -173,6 +173,7 @@ fn start_recorder(config: &Config, data: &DataDir, expect_join: bool) -> anyhow:
         merge_after: Some(config.record.merge_after_seconds)
             .filter(|seconds| *seconds > 0)
             .map(Duration::from_secs),
+        object_store: config.record.object_store.clone(),
         ..RecorderOptions::default()
     };
     Ok(Recorder::start(data, options)?)
@@ -401,6 +402,7 @@ impl Controlled for Parts {
         let draining = self.draining.load(Relaxed);
         let recorder = self.recorder.stats();
         let (wal, sealing) = self.recorder.health();
+        let object_store = self.recorder.object_store_health();
         Box::pin(async move {
             let (healthy, health) = match tokio::time::timeout(PROBE_TIMEOUT, proxy.probe()).await {
                 Ok(Ok(status)) => (status.is_success(), format!("health answers {status}")),
@@ -408,7 +410,7 @@ impl Controlled for Parts {
                 Err(_) => (false, format!("health gave no answer within {PROBE_TIMEOUT:?}")),
             };
             let serving = if draining { "drains: open requests end, new ones are refused" } else { "serves" };
-            vec![
+            let mut parts = vec![
                 PartReport { part: "proxy", ready: !draining, detail: serving.to_owned() },
                 PartReport { part: "vllm", ready: healthy, detail: health },
                 PartReport {
@@ -424,12 +426,18 @@ impl Controlled for Parts {
                         recorder.held_bytes
                     ),
                 },
-            ]
+            ];
+            if let Some(state) = object_store {
+                let detail = format!("{state}; {} files copied", recorder.copied_files);
+                parts.push(PartReport { part: "object_store", ready: true, detail });
+            }
+            parts
         })
     }
 
     fn measure(&self) {
         self.recorder.health();
+        self.recorder.object_store_health();
     }
 
     fn forget(

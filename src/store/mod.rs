@@ -4,6 +4,7 @@
 //! and its directory synced.
 
 mod disk;
+mod object;
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -11,6 +12,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 pub use disk::{Disk, DiskFile, Fault, Operation, create_private_directory};
+pub use object::{ObjectError, ObjectTarget};
 
 /// Where everything that draftsmith keeps lives.
 #[derive(Clone, Debug, PartialEq)]
@@ -40,6 +42,11 @@ impl DataDir {
     /// Parquet and nothing else.
     pub fn records(&self) -> PathBuf {
         self.root.join("records")
+    }
+
+    /// Notes of what object stores have of `records/`.
+    pub fn mirrored(&self) -> PathBuf {
+        self.root.join("mirrored")
     }
 
     pub fn wal(&self) -> PathBuf {

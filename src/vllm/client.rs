@@ -183,7 +183,7 @@ impl Client {
         if url.scheme() != "http" {
             return Err(wrong("control calls go over plain http, on loopback".to_owned()));
         }
-        let http = reqwest::Client::builder()
+        let http = crate::http::client_builder()
             .connect_timeout(timeouts.connect)
             // vLLM closes idle connections after 5 s; a call on one of them would fail
             .pool_idle_timeout(Duration::from_secs(2))
