@@ -8,6 +8,7 @@ pub mod config;
 pub mod control;
 pub mod demo;
 pub mod forget;
+pub mod handoff;
 pub mod head;
 pub mod http;
 pub mod keys;

@@ -592,7 +592,7 @@ async fn a_process_drains_and_its_second_signal_ends_at_once() {
     soon(read_chunk(&mut stream, &mut buffer)).await.unwrap();
     soon(up.seen.recv()).await.unwrap();
 
-    let client = reqwest::Client::new();
+    let client = draftsmith::http::client().unwrap();
     let ready_url = format!("{}/readyz", sidecar.control);
     assert_eq!(client.get(&ready_url).send().await.unwrap().status(), 401);
     sidecar.terminate();
@@ -628,7 +628,7 @@ async fn a_process_reads_changed_keys_by_itself() {
     let key = NewKey::generate("client").unwrap();
     let ask = || {
         let url = format!("http://{}{CHAT}", sidecar.address);
-        reqwest::Client::new().post(url).bearer_auth(&key.secret).body("{}").send()
+        draftsmith::http::client().unwrap().post(url).bearer_auth(&key.secret).body("{}").send()
     };
     assert_eq!(ask().await.unwrap().status(), 401);
     std::fs::write(keys.join("new"), &key.line).unwrap();

@@ -11,6 +11,7 @@ use hyper::HeaderMap;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use jiff::Timestamp;
 
+use super::meters::Meters;
 use super::observer::{Begun, Endpoint, Exchange, Observer, Source};
 use super::routes::Route;
 use super::silence::{COMMENT, Due, Silence};
@@ -21,6 +22,7 @@ use crate::openai::ids::StreamRestorer;
 /// One request in flight. However it ends, dropping this ends its account: as cancelled, if nothing else was said.
 pub(super) struct Flight {
     route: Route,
+    meters: Arc<Meters>,
     http_status: Option<u16>,
     transfer: Status,
     received_bytes: u64,
@@ -88,10 +90,11 @@ impl Recording {
 }
 
 impl Flight {
-    pub(super) fn new(route: Route) -> Self {
-        metrics::gauge!("draftsmith_proxy_in_flight", "route" => route.class()).increment(1.0);
+    pub(super) fn new(route: Route, meters: Arc<Meters>) -> Self {
+        meters.of(route).in_flight.increment(1.0);
         Self {
             route,
+            meters,
             http_status: None,
             transfer: Status::Cancelled,
             received_bytes: 0,
@@ -162,19 +165,15 @@ impl Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        let route = self.route.class();
-        let code = self.http_status.map_or_else(|| "none".to_owned(), |status| status.to_string());
         let cut = self.recording.as_ref().is_some_and(|recording| recording.cut);
         if cut && self.transfer == Status::Ok {
             self.transfer = Status::Truncated;
         }
-        let transfer = self.transfer.as_str();
-        metrics::gauge!("draftsmith_proxy_in_flight", "route" => route).decrement(1.0);
-        metrics::counter!("draftsmith_proxy_requests_total", "route" => route, "code" => code, "transfer" => transfer)
-            .increment(1);
-        metrics::counter!("draftsmith_proxy_upstream_bytes_total", "route" => route)
-            .increment(self.received_bytes);
-        metrics::counter!("draftsmith_proxy_client_bytes_total", "route" => route).increment(self.sent_bytes);
+        let of_route = self.meters.of(self.route);
+        of_route.in_flight.decrement(1.0);
+        of_route.upstream_bytes.increment(self.received_bytes);
+        of_route.client_bytes.increment(self.sent_bytes);
+        self.meters.ended(self.route, self.http_status, self.transfer);
         let Some(recording) = self.recording.take() else {
             return;
         };

@@ -19,6 +19,7 @@ use super::body::{ClientBody, Flight, Passing, Recording};
 use super::errors::error_response;
 use super::headers::{self, REQUEST_ID};
 use super::ids::RequestIds;
+use super::meters::Meters;
 use super::observer::{Begun, Endpoint, Observer};
 use super::request_body::{BodyFailure, Patient, read_whole};
 use super::routes::{Route, route};
@@ -116,6 +117,7 @@ pub struct Proxy {
     access: Access,
     host: HeaderValue,
     ids: RequestIds,
+    meters: Arc<Meters>,
 }
 
 /// A proxy whose files are read, and that lacks its observer.
@@ -158,6 +160,7 @@ impl PreparedProxy {
             access: self.access,
             host: self.host,
             ids: RequestIds::default(),
+            meters: Arc::default(),
         }
     }
 }
@@ -201,9 +204,9 @@ impl Proxy {
         let path = parts.uri.path();
         let found = route(&parts.method, path, self.options.routes, &self.options.allow_routes);
         if !self.access.admits(&parts.method, path, &parts.headers) {
-            return unauthorized(Flight::new(Route::Refused));
+            return unauthorized(Flight::new(Route::Refused, self.meters.clone()));
         }
-        let flight = Flight::new(found);
+        let flight = Flight::new(found, self.meters.clone());
         if found == Route::Refused {
             let message = format!(
                 "{path} is not served on the client port, which passes vLLM's inference routes; \

@@ -15,6 +15,7 @@ mod errors;
 mod handler;
 mod headers;
 mod ids;
+mod meters;
 mod observer;
 mod request_body;
 mod routes;
@@ -23,6 +24,7 @@ mod silence;
 mod tls;
 mod tunnel;
 mod upstream;
+mod workers;
 
 pub use handler::{PreparedProxy, Proxy, ProxyError, ProxyOptions};
 pub use observer::{Begun, Endpoint, Exchange, Observer, Parsed, Source};

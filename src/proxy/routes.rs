@@ -18,14 +18,19 @@ pub(super) enum Route {
 
 impl Route {
     /// The label in metrics.
-    pub(super) fn class(self) -> &'static str {
+    /// The values of the label `route`.
+    pub(super) const CLASSES: [&'static str; 6] =
+        ["chat", "completions", "responses", "messages", "other", "refused"];
+
+    /// Its own among [`CLASSES`](Self::CLASSES).
+    pub(super) fn class(self) -> usize {
         match self {
-            Route::Recorded(Endpoint::ChatCompletions) => "chat",
-            Route::Recorded(Endpoint::Completions) => "completions",
-            Route::Recorded(Endpoint::Responses) => "responses",
-            Route::Recorded(Endpoint::Messages) => "messages",
-            Route::Passed => "other",
-            Route::Refused => "refused",
+            Route::Recorded(Endpoint::ChatCompletions) => 0,
+            Route::Recorded(Endpoint::Completions) => 1,
+            Route::Recorded(Endpoint::Responses) => 2,
+            Route::Recorded(Endpoint::Messages) => 3,
+            Route::Passed => 4,
+            Route::Refused => 5,
         }
     }
 }

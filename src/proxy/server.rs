@@ -15,6 +15,7 @@ use tokio::task::JoinSet;
 
 use super::connect::Duplex;
 use super::handler::Proxy;
+use super::workers::{Place, Workers};
 
 /// A client that takes longer for its request's head, or leaves its connection idle longer, is let go.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(90);
@@ -46,12 +47,13 @@ pub enum Drained {
 impl Proxy {
     /// Serves HTTP/1.1 and HTTP/2 (over TLS, or by prior knowledge) until `shutdown` is ready; then takes no more
     /// connections, lets open requests finish within the drain timeout, and cuts the rest, whose exchanges end as
-    /// cancelled.
+    /// cancelled. An error: its threads cannot be started.
     pub async fn serve(
         self: Arc<Self>,
         listener: TcpListener,
         shutdown: impl Future<Output = ()>,
-    ) -> Drained {
+    ) -> io::Result<Drained> {
+        let workers = Workers::start()?;
         let graceful = GracefulShutdown::new();
         let mut connections = JoinSet::new();
         let mut idle_check = tokio::time::interval(IDLE_CHECK);
@@ -61,7 +63,9 @@ impl Proxy {
                 () = &mut stop => break,
                 accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => {
-                        connections.spawn(self.clone().serve_stream(stream, graceful.watcher()));
+                        let place = workers.place();
+                        let handle = place.handle.clone();
+                        connections.spawn_on(self.clone().serve_stream(stream, place, graceful.watcher()), &handle);
                     }
                     Err(error) => pause_after(&error).await,
                 },
@@ -84,10 +88,15 @@ impl Proxy {
         // An aborted task has dropped its requests once it is joined.
         while connections.join_next().await.is_some() {}
         self.tunnels.closed().await;
-        if cut == 0 { Drained::Completely } else { Drained::Cut(cut) }
+        Ok(if cut == 0 { Drained::Completely } else { Drained::Cut(cut) })
     }
 
-    async fn serve_stream(self: Arc<Self>, stream: TcpStream, watcher: Watcher) {
+    async fn serve_stream(self: Arc<Self>, accepted: TcpStream, _open: Place, watcher: Watcher) {
+        // It was accepted on another thread's event loop.
+        let stream = match accepted.into_std().and_then(TcpStream::from_std) {
+            Ok(stream) => stream,
+            Err(error) => return tracing::warn!(%error, "a connection cannot be served"),
+        };
         if let Err(error) = stream.set_nodelay(true).and_then(|()| keep_probing(&stream)) {
             tracing::debug!(%error, "a client left at once");
             return;

@@ -18,6 +18,7 @@ use hyper_util::rt::TokioIo;
 use super::connect::Connector;
 use super::request_body::{BodyFailure, Patient};
 use super::tls::TlsError;
+use super::workers;
 use crate::config::UpstreamAddress;
 
 /// vLLM closes a connection that was idle for 5 s; we let go before, so that it is seldom closed under a request.
@@ -51,7 +52,8 @@ pub(super) enum SendError {
 /// The way to vLLM.
 pub(super) struct Upstream {
     connector: Connector,
-    pool: Arc<Pool>,
+    /// One for each worker, and one for other threads: a connection is driven by the thread that opened it.
+    pools: [Arc<Pool>; workers::MOST + 1],
     first_byte_timeout: Option<Duration>,
 }
 
@@ -63,7 +65,7 @@ impl Upstream {
         first_byte_timeout: Option<Duration>,
     ) -> Result<Self, TlsError> {
         let connector = Connector::new(address, ca_file, connect_timeout)?;
-        Ok(Self { connector, pool: Arc::default(), first_byte_timeout })
+        Ok(Self { connector, pools: Default::default(), first_byte_timeout })
     }
 
     pub(super) fn address(&self) -> &UpstreamAddress {
@@ -72,7 +74,9 @@ impl Upstream {
 
     /// Closes connections that were idle for long.
     pub(super) fn close_idle(&self) {
-        self.pool.lock().retain(Idle::is_usable);
+        for pool in &self.pools {
+            pool.lock().retain(Idle::is_usable);
+        }
     }
 
     /// Sends a request and waits for the head of its answer. Once more, over a new connection, if a kept one was closed
@@ -82,7 +86,7 @@ impl Upstream {
         head: Head,
         body: UpstreamBody,
     ) -> Result<(Response<Incoming>, Lease), SendError> {
-        let Some(kept) = self.pool.take() else {
+        let Some(kept) = self.pool().take() else {
             return self.send_over(self.open().await?, head, body).await.map_err(|failed| failed.error);
         };
         let spare = match &body {
@@ -119,7 +123,11 @@ impl Upstream {
                 tracing::debug!(%error, "a connection to vLLM ended early");
             }
         });
-        Ok(Lease { sender, answered, pool: self.pool.clone() })
+        Ok(Lease { sender, answered, pool: self.pool().clone() })
+    }
+
+    fn pool(&self) -> &Arc<Pool> {
+        &self.pools[workers::index()]
     }
 
     async fn send_over(

@@ -26,6 +26,7 @@ use tokio::sync::oneshot;
 use super::error::RecordError;
 use super::read::files;
 use super::recorder::Counters;
+use super::seal::give_way;
 use crate::store::{DataDir, ObjectTarget, create_private_directory, publish};
 
 /// What failed is tried again after this.
@@ -67,7 +68,10 @@ impl Mirror {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let thread = std::thread::Builder::new()
             .name("record-mirror".into())
-            .spawn(move || runtime.block_on(copier.run_until_stopped(received, stopped)))
+            .spawn(move || {
+                give_way();
+                runtime.block_on(copier.run_until_stopped(received, stopped));
+            })
             .map_err(failed)?;
         Ok((Self { asks, tree, _stop: stop }, thread))
     }

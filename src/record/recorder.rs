@@ -6,7 +6,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,11 @@ use super::row::Record;
 use super::seal::{self, SealJob, SealReport};
 use super::wal::{self, Join, Stop};
 use super::writer;
+use crate::handoff::Handoff;
 use crate::store::{DataDir, Disk};
+
+/// The writer lets so much time pass for more rows to come, and no more than a quarter of the flush interval.
+const MOST_LINGER: Duration = Duration::from_millis(10);
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct RecorderOptions {
@@ -211,15 +215,6 @@ pub(super) enum Item {
     Stop(Option<Reply>),
 }
 
-#[derive(Default)]
-struct Queue {
-    items: VecDeque<Handed>,
-    /// Requests whose start was taken and whose end was not. Only these have anything to abandon, so that a stalled
-    /// disk cannot pile up the ends of requests that were never taken.
-    begun: HashSet<String>,
-    stopped: bool,
-}
-
 /// What was handed over.
 pub(super) struct Handed {
     pub item: Item,
@@ -230,8 +225,10 @@ pub(super) struct Handed {
 }
 
 pub(super) struct Shared {
-    queue: Mutex<Queue>,
-    wake: Condvar,
+    queue: Handoff<Handed>,
+    /// Requests whose start was taken and whose end was not. Only these have anything to abandon, so that a stalled
+    /// disk cannot pile up the ends of requests that were never taken.
+    begun: Mutex<HashSet<String>>,
     memory_bytes: usize,
     pub counters: Arc<Counters>,
     /// Held until the last thread is done.
@@ -239,26 +236,14 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        // A poisoned queue is still a queue: nothing is done under the lock but push and take.
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    fn begun(&self) -> MutexGuard<'_, HashSet<String>> {
+        // A poisoned set is still a set: nothing is done under the lock but insert and remove.
+        self.begun.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for items until the deadline.
     pub fn take(&self, deadline: Option<Instant>) -> VecDeque<Handed> {
-        let mut queue = self.queue();
-        while queue.items.is_empty() {
-            let Some(deadline) = deadline else {
-                queue = self.wake.wait(queue).unwrap_or_else(PoisonError::into_inner);
-                continue;
-            };
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                break;
-            }
-            queue = self.wake.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        std::mem::take(&mut queue.items)
+        self.queue.take(deadline)
     }
 
     /// Takes the item, or says why not. Its bytes count until `release`.
@@ -267,50 +252,38 @@ impl Shared {
         if self.counters.held.fetch_update(Relaxed, Relaxed, fits).is_err() {
             return Err(self.counters.wal.reason_for_full());
         }
-        let mut queue = self.queue();
-        if queue.stopped {
-            drop(queue);
-            self.release(bytes);
-            return Err(DropReason::Stopped);
-        }
         match &item {
             Item::Begin(record) => {
-                queue.begun.insert(record.request_id.clone());
+                self.begun().insert(record.request_id.clone());
             }
             Item::Records(records) => {
+                let mut begun = self.begun();
                 for record in records {
-                    queue.begun.remove(&record.request_id);
+                    begun.remove(&record.request_id);
                 }
             }
             _ => {}
         }
-        queue.items.push_back(Handed { item, held: bytes, at: Instant::now() });
-        drop(queue);
-        self.wake.notify_one();
+        if self.queue.push(Handed { item, held: bytes, at: Instant::now() }).is_err() {
+            self.release(bytes);
+            return Err(DropReason::Stopped);
+        }
         Ok(())
     }
 
     fn abandon(&self, request_id: String) {
-        let mut queue = self.queue();
-        if queue.stopped || !queue.begun.remove(&request_id) {
+        if !self.begun().remove(&request_id) {
             return;
         }
-        queue.items.push_back(Handed { item: Item::Abandon(request_id), held: 0, at: Instant::now() });
-        drop(queue);
-        self.wake.notify_one();
+        // An error means that all has stopped: then nothing is to be told any more.
+        let _ = self.queue.push(Handed { item: Item::Abandon(request_id), held: 0, at: Instant::now() });
     }
 
-    /// For what is not counted: questions.
+    /// For what is not counted: questions. Whoever asks waits.
     fn push(&self, item: Item) -> bool {
-        let mut queue = self.queue();
-        if queue.stopped {
-            return false;
-        }
-        queue.stopped = matches!(item, Item::Stop(_));
-        queue.items.push_back(Handed { item, held: 0, at: Instant::now() });
-        drop(queue);
-        self.wake.notify_one();
-        true
+        let last = matches!(item, Item::Stop(_));
+        let handed = Handed { item, held: 0, at: Instant::now() };
+        if last { self.queue.close(handed).is_ok() } else { self.queue.push_urgent(handed).is_ok() }
     }
 
     pub fn release(&self, bytes: usize) {
@@ -345,8 +318,8 @@ impl Recorder {
 
         let counters = Arc::new(Counters::default());
         let shared = Arc::new(Shared {
-            queue: Mutex::default(),
-            wake: Condvar::new(),
+            queue: Handoff::new(options.flush_interval.min(MOST_LINGER * 4) / 4),
+            begun: Mutex::default(),
             memory_bytes: options.memory_bytes,
             counters: Arc::clone(&counters),
             _lock: lock,

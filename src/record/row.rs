@@ -115,6 +115,7 @@ pub fn messages_from_json(messages: &serde_json::Value) -> Option<Vec<Message>> 
 ///
 /// Made with [`Record::new`] and struct update syntax:
 /// `Record { model: Some(name), ..Record::new(request_id, endpoint, started_at) }`.
+#[serde_with::skip_serializing_none]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// UUIDv7, unique over all rows.
@@ -164,9 +165,9 @@ pub struct Record {
     pub redaction: Option<String>,
     /// What became of the hidden states. A row that has it waits for no join.
     pub states_status: Option<String>,
-    #[serde(with = "raw_bytes")]
+    #[serde(default, with = "raw_bytes")]
     pub raw_request: Option<Vec<u8>>,
-    #[serde(with = "raw_bytes")]
+    #[serde(default, with = "raw_bytes")]
     pub raw_response: Option<Vec<u8>>,
 }
 

@@ -30,6 +30,8 @@ const ROW_GROUP_ROWS: usize = 1024;
 const ROW_GROUP_BYTES: usize = 16 << 20;
 const RETRY: Duration = Duration::from_secs(5);
 const TEMPORARY: &str = "tmp";
+/// About a tenth of the processor's time beside a thread that wants all of it.
+const NICE: i32 = 10;
 
 /// Long texts: their smallest and largest value help no reader.
 const TEXT_COLUMNS: [&str; 11] = [
@@ -388,6 +390,15 @@ pub(super) fn remove_temporaries(wal: &Path) -> Result<(), RecordError> {
     Ok(())
 }
 
+/// Has this thread run when the others rest, mostly: what it works on is safe on the disk, and each row that it packs
+/// would else hold up an answer.
+pub(super) fn give_way() {
+    // On Linux this is the calling thread's own.
+    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+        tracing::debug!(%error, "a thread keeps its priority");
+    }
+}
+
 pub(super) fn spawn(
     disk: Disk,
     data: DataDir,
@@ -398,7 +409,10 @@ pub(super) fn spawn(
 ) -> Result<std::thread::JoinHandle<()>, RecordError> {
     std::thread::Builder::new()
         .name("record-seal".into())
-        .spawn(move || run(&disk, &data, &jobs, &counters, &compaction, mirror.as_ref()))
+        .spawn(move || {
+            give_way();
+            run(&disk, &data, &jobs, &counters, &compaction, mirror.as_ref());
+        })
         .map_err(|source| RecordError::Thread { name: "record-seal", source })
 }
 

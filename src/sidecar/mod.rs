@@ -15,14 +15,14 @@ mod reload;
 mod rows;
 mod signals;
 
-use std::collections::HashSet;
+use std::collections::{HashSet, VecDeque};
 use std::fs::DirBuilder;
 use std::future::Future;
 use std::os::unix::fs::DirBuilderExt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use anyhow::Context;
@@ -32,6 +32,7 @@ use tokio::sync::{oneshot, watch};
 
 use crate::config::{Config, PrivacyConfig, TokenIds};
 use crate::control::{self, Controlled, PartReport};
+use crate::handoff::Handoff;
 use crate::proxy::{Begun, Exchange, Observer, Proxy};
 use crate::record::{Join, Privacy, Record, Recorder, RecorderHandle, RecorderOptions, Selection};
 use crate::states::{Collector, CollectorOptions, Forgetter, RequestSummary, StateStore, StoreOptions};
@@ -45,8 +46,10 @@ pub(crate) use signals::shutdown_signal;
 /// A client's word on the recording of its own request: anything but `on` is no.
 const RECORD_HEADER: &str = "x-draftsmith-record";
 const CONVERSATION_HEADER: &str = "x-draftsmith-conversation";
-/// Finished exchanges that may wait to be parsed; more are dropped and counted.
+/// What may wait to be parsed; more is dropped and counted.
 const PARSE_QUEUE: usize = 4096;
+/// The parser lets so much time pass for more to come.
+const LINGER: Duration = Duration::from_millis(5);
 /// How long vLLM may take to answer the readiness probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -132,7 +135,7 @@ async fn serve_until(config: Config, stopped: oneshot::Receiver<()>) -> anyhow::
         let _ = stopped.await;
         draining.store(true, Relaxed);
     };
-    let drained = proxy.clone().serve(listener, stop_serving).await;
+    let drained = proxy.clone().serve(listener, stop_serving).await.context("cannot start the proxy's threads")?;
     tracing::info!(?drained, "no more requests; sealing what was recorded");
     drop(proxy);
     tokio::task::spawn_blocking(move || {
@@ -216,11 +219,20 @@ struct Tee {
     recorder: RecorderHandle,
     privacy: PrivacyConfig,
     enabled: bool,
-    /// Bytes of the exchanges that wait, and their bound.
-    waiting_bytes: Arc<AtomicUsize>,
+    /// Hidden states come here, of requests that are not recorded too.
+    collects: bool,
+    waiting: Arc<Waiting>,
+    /// The bound on the bytes that wait.
     most_waiting_bytes: usize,
-    sender: SyncSender<Message>,
     parser: std::sync::Mutex<Option<std::thread::JoinHandle<()>>>,
+}
+
+/// What was handed to the parser.
+struct Waiting {
+    messages: Handoff<Message>,
+    count: AtomicUsize,
+    /// Of the exchanges.
+    bytes: AtomicUsize,
 }
 
 enum Message {
@@ -239,40 +251,49 @@ fn start_observer(
     options: RowOptions,
     config: &Config,
 ) -> anyhow::Result<Arc<Tee>> {
-    let (sender, receiver) = sync_channel(PARSE_QUEUE);
+    let waiting = Arc::new(Waiting {
+        messages: Handoff::new(LINGER),
+        count: AtomicUsize::new(0),
+        bytes: AtomicUsize::new(0),
+    });
+    let collects = collector.is_some();
     let writer = recorder.clone();
-    let waiting_bytes = Arc::new(AtomicUsize::new(0));
-    let counted = waiting_bytes.clone();
+    let received = waiting.clone();
     let models = config.privacy.models.clone();
     let parser = std::thread::Builder::new()
         .name("rows".to_owned())
-        .spawn(move || parse_until_stopped(&receiver, &writer, collector, &options, &models, &counted))
+        .spawn(move || parse_until_stopped(&received, &writer, collector, &options, &models))
         .context("cannot start the thread that makes rows")?;
     Ok(Arc::new(Tee {
         recorder,
         privacy: config.privacy.clone(),
         enabled: config.record.enabled,
-        waiting_bytes,
+        collects,
+        waiting,
         most_waiting_bytes: config.record.queue_bytes,
-        sender,
         parser: std::sync::Mutex::new(Some(parser)),
     }))
 }
 
 fn parse_until_stopped(
-    receiver: &Receiver<Message>,
+    waiting: &Waiting,
     recorder: &RecorderHandle,
     collector: Option<Collector>,
     options: &RowOptions,
     models: &[String],
-    waiting_bytes: &AtomicUsize,
 ) {
     let unwanted = |request_id: String| {
         if let Some(collector) = &collector {
             collector.expect(RequestSummary { request_id, ..RequestSummary::default() });
         }
     };
-    while let Ok(message) = receiver.recv() {
+    let mut messages = VecDeque::new();
+    loop {
+        let Some(message) = messages.pop_front() else {
+            messages = waiting.messages.take(None);
+            continue;
+        };
+        waiting.count.fetch_sub(1, Relaxed);
         let (exchange, bytes) = match message {
             Message::Finished(exchange, bytes) => (exchange, bytes),
             Message::Unwanted(request_id) => {
@@ -287,7 +308,7 @@ fn parse_until_stopped(
             Message::Stop => break,
         };
         let (records, summary) = rows(&exchange, options);
-        waiting_bytes.fetch_sub(bytes, Relaxed);
+        waiting.bytes.fetch_sub(bytes, Relaxed);
         let model = records.first().and_then(|record| record.model.as_ref());
         if !models.is_empty() && !model.is_some_and(|model| models.contains(model)) {
             skipped("model");
@@ -332,10 +353,20 @@ fn reason_to_skip(
 }
 
 impl Tee {
+    /// False when there is no room, or when the parser has stopped.
+    fn hand_over(&self, message: Message) -> bool {
+        let fits = |waiting: usize| Some(waiting + 1).filter(|count| *count <= PARSE_QUEUE);
+        if self.waiting.count.fetch_update(Relaxed, Relaxed, fits).is_err() {
+            return false;
+        }
+        self.waiting.messages.push(message).is_ok()
+    }
+
     /// Waits until all that was handed over so far has become rows. Blocks the thread.
     fn settle(&self) {
         let (reply, settled) = sync_channel(1);
-        if self.sender.send(Message::Settled(reply)).is_ok() {
+        self.waiting.count.fetch_add(1, Relaxed);
+        if self.waiting.messages.push_urgent(Message::Settled(reply)).is_ok() {
             // An error means that the thread has stopped: then nothing waits.
             let _ = settled.recv();
         }
@@ -343,7 +374,9 @@ impl Tee {
 
     /// Works off what was handed over, so that the recorder can be shut down after it.
     fn finish(&self) {
-        let _ = self.sender.send(Message::Stop);
+        self.waiting.count.fetch_add(1, Relaxed);
+        // An error means that it was told already.
+        let _ = self.waiting.messages.close(Message::Stop);
         let parser = self.parser.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
         if let Some(thread) = parser
             && thread.join().is_err()
@@ -357,8 +390,10 @@ impl Observer for Tee {
     fn wants(&self, begun: Begun<'_>, headers: &hyper::HeaderMap) -> bool {
         let Some(reason) = reason_to_skip(&self.privacy, self.enabled, begun, headers) else { return true };
         skipped(reason);
-        // A full queue: the collector deletes the files after its time-out.
-        let _ = self.sender.try_send(Message::Unwanted(begun.request_id.to_owned()));
+        if self.collects {
+            // A full queue: the collector deletes the files after its time-out.
+            self.hand_over(Message::Unwanted(begun.request_id.to_owned()));
+        }
         false
     }
 
@@ -371,12 +406,12 @@ impl Observer for Tee {
         let request_id = exchange.request_id.clone();
         let bytes = exchange.request_body.len() + exchange.response_body.len();
         let fits = |waiting: usize| waiting.checked_add(bytes).filter(|sum| *sum <= self.most_waiting_bytes);
-        let has_room = self.waiting_bytes.fetch_update(Relaxed, Relaxed, fits).is_ok();
-        if has_room && self.sender.try_send(Message::Finished(Box::new(exchange), bytes)).is_ok() {
+        let has_room = self.waiting.bytes.fetch_update(Relaxed, Relaxed, fits).is_ok();
+        if has_room && self.hand_over(Message::Finished(Box::new(exchange), bytes)) {
             return;
         }
         if has_room {
-            self.waiting_bytes.fetch_sub(bytes, Relaxed);
+            self.waiting.bytes.fetch_sub(bytes, Relaxed);
         }
         metrics::counter!("draftsmith_record_dropped_total", "what" => "exchange", "reason" => "overload")
             .increment(1);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Python packages that only tests use: each set in a directory of its own beside vLLM's venv, never in it.
-#   packages.sh ENVIRONMENT readers|speculators     makes ENVIRONMENT/test-packages/NAME, and prints it for PYTHONPATH
+#   packages.sh ENVIRONMENT readers|speculators|object-stores     makes ENVIRONMENT/test-packages/NAME, and prints it for PYTHONPATH
 # ENVIRONMENT is made by src/demo_env/setup.sh. Safe to run again after a failure, and twice at once.
 set -euo pipefail
 environment=${1:?usage: packages.sh ENVIRONMENT NAME} name=${2:?usage: packages.sh ENVIRONMENT NAME}
@@ -8,7 +8,9 @@ case $name in
   readers) packages=(pyarrow==26.0.1 duckdb==2.0.1 tzdata==2026.6) ;;
   # its model code alone: torch, transformers and pydantic are vLLM's
   speculators) packages=(--no-deps speculators==0.9.0) ;;
-  *) echo "no set of packages is named \`$name\`: readers, speculators" >&2; exit 2 ;;
+  # servers that speak S3 and Google Cloud Storage
+  object-stores) packages=("moto[s3,server]==5.2.5" gcp-storage-emulator==2026.7.19) ;;
+  *) echo "no set of packages is named \`$name\`: readers, speculators, object-stores" >&2; exit 2 ;;
 esac
 target=$environment/test-packages/$name
 mkdir -p "${target%/*}"

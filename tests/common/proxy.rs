@@ -60,9 +60,13 @@ pub async fn proxy_at(upstream: &str, change: impl FnOnce(&mut ProxyOptions)) ->
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let (stop, stopped) = oneshot::channel();
-    let ended = tokio::spawn(running.clone().serve(listener, async {
-        let _ = stopped.await;
-    }));
+    let serving = running.clone();
+    let ended = tokio::spawn(async move {
+        let told = async {
+            let _ = stopped.await;
+        };
+        serving.serve(listener, told).await.unwrap()
+    });
     Running { address, begun, finished, proxy: running, stop, ended }
 }
 

@@ -21,6 +21,16 @@ pub struct Sidecar {
 impl Sidecar {
     /// Its data are in `directory/data`, its log in `directory/serve.log`; `settings` is TOML. Comes back when it serves.
     pub fn start(directory: &Path, upstream: &str, settings: &str) -> Sidecar {
+        Self::start_with(directory, upstream, settings, &[])
+    }
+
+    /// The same with more environment variables.
+    pub fn start_with(
+        directory: &Path,
+        upstream: &str,
+        settings: &str,
+        environment: &[(&str, String)],
+    ) -> Sidecar {
         let config = directory.join("draftsmith.toml");
         std::fs::write(&config, settings).unwrap();
         let mut log = OpenOptions::new().create(true).append(true).open(directory.join("serve.log")).unwrap();
@@ -39,6 +49,7 @@ impl Sidecar {
             .env("DRAFTSMITH_CONTROL__LISTEN", "127.0.0.1:0")
             // It says where it serves at this level.
             .env("RUST_LOG", "info")
+            .envs(environment.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -67,7 +78,7 @@ impl Sidecar {
 
     /// Has it seal what it recorded.
     pub async fn flush(&self) {
-        let answer = reqwest::Client::new().post(format!("{}/v1/flush", self.control)).send().await;
+        let answer = draftsmith::http::client().unwrap().post(format!("{}/v1/flush", self.control)).send().await;
         assert_eq!(answer.unwrap().status(), 204);
     }
 

@@ -137,7 +137,7 @@ async fn start(mut command: Command, environment: PathBuf, directory: &Path) -> 
         child: command.spawn().unwrap(),
         _turn: turn,
     };
-    let client = reqwest::Client::new();
+    let client = draftsmith::http::client().unwrap();
     let started = Instant::now();
     loop {
         let answer = client.get(format!("http://{}/health", vllm.address)).send().await;
