@@ -110,7 +110,7 @@ fn rows_are_read_back_and_nothing_but_parquet_is_in_the_tree() {
         ..ended("a")
     };
     let second = Record { split: Split::HeldOut, output_token_ids: Some(vec![2]), ..first.for_choice(1) };
-    recorder.begin(Record::new("a", "/v1/chat/completions", first.started_at));
+    recorder.begin("a", "/v1/chat/completions", first.started_at);
     recorder.record(vec![first.clone(), second]);
     recorder.record(vec![]);
     recorder.record(vec![ended("without counts")]);
@@ -168,7 +168,7 @@ fn full_memory_drops_and_counts_and_leaves_no_false_restart() {
     let recorder = Recorder::start(&data, slow).unwrap();
     for index in 0..100 {
         let request_id = format!("r{index}");
-        recorder.begin(Record::new(&request_id, "/", now_micros()));
+        recorder.begin(&request_id, "/", now_micros());
         recorder.record(vec![Record { content: Some("x".repeat(10_000)), ..ended(&request_id) }]);
     }
     let before = recorder.stats();
@@ -257,7 +257,7 @@ fn segments_are_sealed_by_size_and_by_age_without_being_asked() {
     ] {
         let (_directory, data) = temporary();
         let recorder = Recorder::start(&data, sealing).unwrap();
-        recorder.begin(Record::new("running", "/", now_micros()));
+        recorder.begin("running", "/", now_micros());
         recorder.record(vec![ended("a")]);
         let started = Instant::now();
         while recorder.stats().sealed_rows == 0 {
@@ -280,7 +280,7 @@ fn dropped_recorder_leaves_durable_rows_that_the_next_start_seals() {
     let recorder = Recorder::start(&data, options()).unwrap();
     assert!(matches!(Recorder::start(&data, options()), Err(RecordError::Locked { .. })));
     for request_id in ["done", "sampled out", "cut short"] {
-        recorder.begin(Record::new(request_id, "/", now_micros()));
+        recorder.begin(request_id, "/", now_micros());
     }
     recorder.record(vec![ended("done")]);
     recorder.abandon("sampled out");
@@ -375,7 +375,7 @@ fn child_records_until_killed() {
     for index in 0u64.. {
         let request_id = format!("{}-{index}", std::process::id());
         let begun = Record::new(&request_id, "/v1/chat/completions", now_micros());
-        recorder.begin(begun.clone());
+        recorder.begin(&begun.request_id, &begun.endpoint, begun.started_at);
         // Every seventh request never ends.
         if index % 7 != 0 {
             let message =
@@ -673,7 +673,7 @@ fn drops_and_recovers(
     recorder.seal().unwrap();
     let _turned_off_first = TurnOff(switch);
     switch.turn(true);
-    recorder.begin(Record::new("running", "/", now_micros()));
+    recorder.begin("running", "/", now_micros());
     recorder.record(vec![large("first")]);
     wait_until("the state is told", || {
         let (wal, sealing) = recorder.health();
@@ -682,7 +682,7 @@ fn drops_and_recovers(
     // Nobody waits: as long as the switch is on, whoever waited for this disk would wait for ever.
     for index in 0..1000 {
         let request_id = format!("r{index}");
-        recorder.begin(Record::new(&request_id, "/", now_micros()));
+        recorder.begin(&request_id, "/", now_micros());
         recorder.record(vec![large(&request_id)]);
     }
     let dropped = recorder.stats();
@@ -798,7 +798,7 @@ impl Script {
             let index = self.next;
             self.next += 1;
             let request_id = format!("r{index}");
-            recorder.begin(Record::new(&request_id, "/", now_micros()));
+            recorder.begin(&request_id, "/", now_micros());
             if !index.is_multiple_of(3) {
                 let first = ended(&request_id);
                 self.handed.push(request_id);

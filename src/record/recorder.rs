@@ -16,7 +16,7 @@ use super::health::{DropReason, Health, Watch};
 use super::mirror::Mirror;
 use super::row::Record;
 use super::seal::{self, SealJob, SealReport};
-use super::wal::{self, Join, Stop};
+use super::wal::{self, Begun, Join, Stop};
 use super::writer;
 use crate::handoff::Handoff;
 use crate::store::{DataDir, Disk};
@@ -117,6 +117,8 @@ pub(super) struct Counters {
     pub unmatched_joins: AtomicU64,
     /// Bytes of what was handed over and is not on disk yet.
     pub held: AtomicUsize,
+    /// Segments on their way to the sealing thread.
+    pub waiting_segments: AtomicUsize,
     /// How appending to the WAL goes.
     pub wal: Watch,
     /// How sealing goes.
@@ -204,7 +206,7 @@ pub(super) type Reply = Sender<Result<(), RecordError>>;
 
 pub(super) enum Item {
     Records(Vec<Record>),
-    Begin(Box<Record>),
+    Begin(Begun),
     Abandon(String),
     Join(Join),
     Flush(Reply),
@@ -253,8 +255,8 @@ impl Shared {
             return Err(self.counters.wal.reason_for_full());
         }
         match &item {
-            Item::Begin(record) => {
-                self.begun().insert(record.request_id.clone());
+            Item::Begin(begun) => {
+                self.begun().insert(begun.request_id.clone());
             }
             Item::Records(records) => {
                 let mut begun = self.begun();
@@ -388,10 +390,11 @@ pub struct RecorderHandle {
 
 impl RecorderHandle {
     /// A request starts. If the process dies before it ends, this becomes its row, with status `proxy_restart`.
-    /// Never waits.
-    pub fn begin(&self, record: Record) {
-        let bytes = record.approximate_bytes();
-        if let Err(reason) = self.inner.shared.offer(Item::Begin(Box::new(record)), bytes) {
+    /// `started_at` is in microseconds since the Unix epoch. Never waits.
+    pub fn begin(&self, request_id: &str, endpoint: &str, started_at: i64) {
+        let begun = Begun::new(request_id, endpoint, started_at);
+        let bytes = begun.approximate_bytes();
+        if let Err(reason) = self.inner.shared.offer(Item::Begin(begun), bytes) {
             self.inner.shared.counters.dropped_other("begin", reason);
         }
     }

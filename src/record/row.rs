@@ -115,7 +115,6 @@ pub fn messages_from_json(messages: &serde_json::Value) -> Option<Vec<Message>> 
 ///
 /// Made with [`Record::new`] and struct update syntax:
 /// `Record { model: Some(name), ..Record::new(request_id, endpoint, started_at) }`.
-#[serde_with::skip_serializing_none]
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Record {
     /// UUIDv7, unique over all rows.
@@ -165,9 +164,7 @@ pub struct Record {
     pub redaction: Option<String>,
     /// What became of the hidden states. A row that has it waits for no join.
     pub states_status: Option<String>,
-    #[serde(default, with = "raw_bytes")]
     pub raw_request: Option<Vec<u8>>,
-    #[serde(default, with = "raw_bytes")]
     pub raw_response: Option<Vec<u8>>,
 }
 
@@ -269,34 +266,6 @@ pub fn now_micros() -> i64 {
     i64::try_from(since_epoch.as_micros()).unwrap_or(i64::MAX)
 }
 
-/// Bodies are almost always UTF-8, and a JSON list of numbers would take four times the room in the WAL.
-mod raw_bytes {
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    #[derive(Serialize, Deserialize)]
-    #[serde(untagged)]
-    enum Raw<Text, Bytes> {
-        Text(Text),
-        Bytes(Bytes),
-    }
-
-    pub fn serialize<S: Serializer>(raw: &Option<Vec<u8>>, serializer: S) -> Result<S::Ok, S::Error> {
-        let value: Option<Raw<&str, &[u8]>> = raw.as_ref().map(|bytes| match std::str::from_utf8(bytes) {
-            Ok(text) => Raw::Text(text),
-            Err(_) => Raw::Bytes(bytes.as_slice()),
-        });
-        value.serialize(serializer)
-    }
-
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<u8>>, D::Error> {
-        let value: Option<Raw<String, Vec<u8>>> = Option::deserialize(deserializer)?;
-        Ok(value.map(|raw| match raw {
-            Raw::Text(text) => text.into_bytes(),
-            Raw::Bytes(bytes) => bytes,
-        }))
-    }
-}
-
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
@@ -353,12 +322,11 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn json_keeps_every_field_and_bytes_that_are_not_text() {
+    fn the_wals_encoding_keeps_every_field() {
         for record in [full_record("a"), Record::new("b", "/v1/completions", 5)] {
-            let text = serde_json::to_string(&record).unwrap();
-            assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+            let bytes = postcard::to_stdvec(&record).unwrap();
+            assert_eq!(postcard::from_bytes::<Record>(&bytes).unwrap(), record);
         }
-        assert!(serde_json::to_string(&full_record("a")).unwrap().contains(r#""raw_request":"{}""#));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
@@ -15,23 +16,26 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
+use thread_priority::{
+    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy, set_thread_priority_and_policy, thread_native_id,
+};
 
 use super::columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema, to_batch};
 use super::edit::{self, Compacted, Compactor, Forgotten, Selection};
 use super::error::RecordError;
 use super::mirror::Mirror;
 use super::recorder::Counters;
-use super::row::{Record, Status};
-use super::wal::{self, Frame, Join, Stop};
+use super::row::Record;
+use super::wal::{self, Begun, Frame, Join, Stop};
 use crate::store::{DataDir, Disk};
 
 /// A row group ends at the first of these.
-const ROW_GROUP_ROWS: usize = 1024;
+const ROW_GROUP_ROWS: usize = 8192;
 const ROW_GROUP_BYTES: usize = 16 << 20;
 const RETRY: Duration = Duration::from_secs(5);
 const TEMPORARY: &str = "tmp";
-/// About a tenth of the processor's time beside a thread that wants all of it.
-const NICE: i32 = 10;
+/// With more segments than this waiting, sealing takes its share of the processor's time like any other thread.
+const MOST_WAITING: usize = 4;
 
 /// Long texts: their smallest and largest value help no reader.
 const TEXT_COLUMNS: [&str; 11] = [
@@ -51,7 +55,11 @@ const TEXT_COLUMNS: [&str; 11] = [
 pub(super) enum SealJob {
     /// What an earlier process left, oldest first.
     Recover(Vec<PathBuf>),
-    Segment(PathBuf),
+    Segment {
+        path: PathBuf,
+        /// Someone waits for it.
+        asked: bool,
+    },
     /// Answered when everything before it was tried.
     Barrier(Sender<Result<(), RecordError>>),
     Forget(Selection, Sender<Result<Forgotten, RecordError>>),
@@ -103,11 +111,14 @@ pub(super) fn run(
     loop {
         let idle = pending.is_empty();
         let job = jobs.recv_timeout(if idle { LOOK_FOR_SMALL_FILES } else { RETRY });
+        let mut hurry = false;
         let mut barrier = None;
         let mut edit = None;
         match job {
             Ok(SealJob::Recover(paths)) => pending.extend(plan_recovery(paths)),
-            Ok(SealJob::Segment(path)) => {
+            Ok(SealJob::Segment { path, asked }) => {
+                let waiting = counters.waiting_segments.fetch_sub(1, Relaxed);
+                hurry = asked || waiting > MOST_WAITING;
                 pending.push(Pending { path, recovered: false, elsewhere: HashSet::new() });
             }
             Ok(SealJob::Barrier(reply)) => barrier = Some(reply),
@@ -115,7 +126,8 @@ pub(super) fn run(
             Ok(other @ (SealJob::Forget(..) | SealJob::Compact(_))) => edit = Some(other),
             Err(RecvTimeoutError::Timeout) if idle => {
                 let Some(age) = compaction.age else { continue };
-                let merged = edited(mirror, || compactor.run(disk, data, &compaction.writer, age));
+                let merge = || compactor.run(disk, data, &compaction.writer, age);
+                let merged = edited(mirror, || in_idle_time(merge));
                 if let Err(error) = merged {
                     counters.disk_error("merge", &error);
                 }
@@ -124,7 +136,11 @@ pub(super) fn run(
             Err(RecvTimeoutError::Disconnected) => return,
         }
         if !pending.is_empty() {
-            pending = seal_all(disk, data, pending, counters);
+            pending = if hurry || barrier.is_some() || edit.is_some() {
+                seal_all(disk, data, pending, counters)
+            } else {
+                in_idle_time(|| seal_all(disk, data, pending, counters))
+            };
             if let Some(mirror) = mirror {
                 mirror.changed();
             }
@@ -212,8 +228,8 @@ fn plan_recovery(paths: Vec<PathBuf>) -> Vec<Pending> {
                         Frame::Records(records) => {
                             ended.extend(records.iter().map(|row| row.request_id.clone()))
                         }
-                        Frame::Begin(record) => {
-                            later.insert(record.request_id.clone());
+                        Frame::Begin(begun) => {
+                            later.insert(begun.request_id.clone());
                         }
                         Frame::Abandon(request_id) => {
                             ended.insert(request_id.clone());
@@ -279,7 +295,7 @@ fn fold(frames: Vec<Frame>, elsewhere: &HashSet<String>) -> (Vec<Record>, u64) {
     let mut rows: Vec<Record> = Vec::new();
     let mut seen: HashSet<String> = HashSet::new();
     let mut joins: HashMap<(String, u32), Join> = HashMap::new();
-    let mut running: BTreeMap<String, Record> = BTreeMap::new();
+    let mut running: BTreeMap<String, Begun> = BTreeMap::new();
     for frame in frames {
         match frame {
             Frame::Records(records) => {
@@ -293,8 +309,8 @@ fn fold(frames: Vec<Frame>, elsewhere: &HashSet<String>) -> (Vec<Record>, u64) {
             Frame::Join(join) => {
                 joins.insert((join.request_id.clone(), join.choice_index), join);
             }
-            Frame::Begin(record) => {
-                running.insert(record.request_id.clone(), *record);
+            Frame::Begin(begun) => {
+                running.insert(begun.request_id.clone(), begun);
             }
             Frame::Abandon(request_id) => {
                 running.remove(&request_id);
@@ -308,11 +324,12 @@ fn fold(frames: Vec<Frame>, elsewhere: &HashSet<String>) -> (Vec<Record>, u64) {
         }
     }
     let mut restarted = 0;
-    for (request_id, record) in running {
-        if elsewhere.contains(&request_id) || !seen.insert(record.record_id.clone()) {
+    for (request_id, begun) in running {
+        if elsewhere.contains(&request_id) || !seen.insert(begun.record_id.clone()) {
             continue;
         }
-        rows.push(Record { status: Status::ProxyRestart, ..record });
+        // Its status is that of a row whose end nobody told.
+        rows.push(begun.into_row());
         restarted += 1;
     }
     (rows, restarted)
@@ -390,12 +407,25 @@ pub(super) fn remove_temporaries(wal: &Path) -> Result<(), RecordError> {
     Ok(())
 }
 
-/// Has this thread run when the others rest, mostly: what it works on is safe on the disk, and each row that it packs
-/// would else hold up an answer.
+/// Works on a thread that runs when the others rest: what is sealed is safe on the disk already, and each moment of a
+/// processor would else hold up an answer. A thread of its own, since such a thread may not take its priority back.
+fn in_idle_time<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    let outcome = std::thread::scope(|scope| {
+        let aside = scope.spawn(|| {
+            give_way();
+            work()
+        });
+        aside.join()
+    });
+    outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+/// Has the calling thread run when no other wants to.
 pub(super) fn give_way() {
-    // On Linux this is the calling thread's own.
-    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-        tracing::debug!(%error, "a thread keeps its priority");
+    let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
+    let changed = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
+    if let Err(error) = changed {
+        tracing::debug!(?error, "a thread keeps its priority");
     }
 }
 
@@ -409,10 +439,7 @@ pub(super) fn spawn(
 ) -> Result<std::thread::JoinHandle<()>, RecordError> {
     std::thread::Builder::new()
         .name("record-seal".into())
-        .spawn(move || {
-            give_way();
-            run(&disk, &data, &jobs, &counters, &compaction, mirror.as_ref());
-        })
+        .spawn(move || run(&disk, &data, &jobs, &counters, &compaction, mirror.as_ref()))
         .map_err(|source| RecordError::Thread { name: "record-seal", source })
 }
 
@@ -421,6 +448,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
+    use crate::record::row::Status;
     use crate::record::row::tests::full_record;
     use crate::record::wal::SegmentFile;
     use crate::record::{files, rows};
@@ -438,7 +466,7 @@ mod tests {
     }
 
     fn begin(request_id: &str) -> Frame {
-        Frame::Begin(Box::new(Record::new(request_id, "/v1/completions", 1)))
+        Frame::Begin(Begun::new(request_id, "/v1/completions", 1))
     }
 
     fn sealed(data: &DataDir) -> Vec<(String, Status)> {
@@ -601,6 +629,6 @@ mod tests {
     fn large_rows_make_small_row_groups() {
         let large = Record { content: Some("x".repeat(ROW_GROUP_BYTES)), ..full_record("a") };
         assert_eq!(row_group_length(&[large.clone(), large]), 1);
-        assert_eq!(row_group_length(&vec![Record::new("a", "/", 0); 3000]), ROW_GROUP_ROWS);
+        assert_eq!(row_group_length(&vec![Record::new("a", "/", 0); 2 * ROW_GROUP_ROWS]), ROW_GROUP_ROWS);
     }
 }

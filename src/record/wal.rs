@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! header   "DRAFTWAL"  version u16  length of the writer's name u16  name  crc32 u32
-//! frame    length of the payload u32  crc32 of length, kind and payload u32  kind u8  payload (JSON)
+//! frame    length of the payload u32  crc32 of length, kind and payload u32  kind u8  payload (postcard)
 //! ```
 //! Numbers are little-endian. Reading stops at the first frame that is not whole; what precedes it is good. A segment is
 //! self-contained: its rows, the ids joined to them, and the requests still running when it was left.
@@ -19,7 +19,7 @@ use super::row::Record;
 use crate::store::{Disk, DiskFile};
 
 const MAGIC: &[u8; 8] = b"DRAFTWAL";
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 const FRAME_HEADER: usize = 9;
 pub(super) const EXTENSION: &str = "wal";
 
@@ -59,13 +59,44 @@ impl Join {
     }
 }
 
+/// A request that has started; the row it becomes if nothing else is heard of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Begun {
+    /// Of that row.
+    pub record_id: String,
+    pub request_id: String,
+    pub endpoint: String,
+    /// Microseconds since the Unix epoch.
+    pub started_at: i64,
+}
+
+impl Begun {
+    pub fn new(request_id: &str, endpoint: &str, started_at: i64) -> Self {
+        Self {
+            record_id: Uuid::now_v7().to_string(),
+            request_id: request_id.to_owned(),
+            endpoint: endpoint.to_owned(),
+            started_at,
+        }
+    }
+
+    /// About how many bytes it holds in memory; what the recorder's bound counts.
+    pub fn approximate_bytes(&self) -> usize {
+        size_of::<Begun>() + 64 + self.request_id.len() + self.endpoint.len()
+    }
+
+    pub fn into_row(self) -> Record {
+        let record_id = self.record_id;
+        Record { record_id, ..Record::new(self.request_id, self.endpoint, self.started_at) }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Frame {
     /// All rows of one request, so that they are kept or lost together.
     Records(Vec<Record>),
     Join(Join),
-    /// A request has started: the row it becomes if nothing else is heard of it.
-    Begin(Box<Record>),
+    Begin(Begun),
     /// A request that had begun will have no row.
     Abandon(String),
     /// The requests still running were begun again in the next segment, which is synced; they are not this one's.
@@ -83,37 +114,48 @@ impl Frame {
         }
     }
 
-    fn payload(&self) -> serde_json::Result<Vec<u8>> {
+    /// Appends the payload.
+    fn payload(&self, buffer: &mut Vec<u8>) -> postcard::Result<()> {
         match self {
-            Frame::Records(records) => serde_json::to_vec(records),
-            Frame::Join(join) => serde_json::to_vec(join),
-            Frame::Begin(record) => serde_json::to_vec(record),
-            Frame::Abandon(request_id) => serde_json::to_vec(request_id),
-            Frame::Carried => Ok(Vec::new()),
-        }
+            Frame::Records(records) => postcard::to_io(records, buffer)?,
+            Frame::Join(join) => postcard::to_io(join, buffer)?,
+            Frame::Begin(begun) => postcard::to_io(begun, buffer)?,
+            Frame::Abandon(request_id) => postcard::to_io(request_id, buffer)?,
+            Frame::Carried => buffer,
+        };
+        Ok(())
     }
 
     fn decode(kind: u8, payload: &[u8]) -> Option<Frame> {
         match kind {
-            1 => serde_json::from_slice(payload).ok().map(Frame::Records),
-            2 => serde_json::from_slice(payload).ok().map(Frame::Join),
-            3 => serde_json::from_slice(payload).ok().map(Frame::Begin),
-            4 => serde_json::from_slice(payload).ok().map(Frame::Abandon),
+            1 => postcard::from_bytes(payload).ok().map(Frame::Records),
+            2 => postcard::from_bytes(payload).ok().map(Frame::Join),
+            3 => postcard::from_bytes(payload).ok().map(Frame::Begin),
+            4 => postcard::from_bytes(payload).ok().map(Frame::Abandon),
             5 => Some(Frame::Carried),
             _ => None,
         }
     }
 
-    /// Appends the frame to a buffer. Fails for a payload beyond 4 GiB, or one that JSON cannot hold.
+    /// Appends the frame to a buffer. Fails for a payload beyond 4 GiB, and leaves the buffer as it was then.
     pub fn encode(&self, buffer: &mut Vec<u8>) -> io::Result<()> {
-        let payload = self.payload()?;
-        let length = u32::try_from(payload.len())
-            .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "a request of more than 4 GiB"))?
-            .to_le_bytes();
-        buffer.extend_from_slice(&length);
-        buffer.extend_from_slice(&checksum(&length, self.kind(), &payload).to_le_bytes());
-        buffer.push(self.kind());
-        buffer.extend_from_slice(&payload);
+        let start = buffer.len();
+        let payload_start = start + FRAME_HEADER;
+        // Filled in when the payload is known.
+        buffer.resize(payload_start, 0);
+        if let Err(error) = self.payload(buffer) {
+            buffer.truncate(start);
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, error));
+        }
+        let Ok(length) = u32::try_from(buffer.len() - payload_start) else {
+            buffer.truncate(start);
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a request of more than 4 GiB"));
+        };
+        let length_bytes = length.to_le_bytes();
+        let sum = checksum(&length_bytes, self.kind(), &buffer[payload_start..]);
+        buffer[start..start + 4].copy_from_slice(&length_bytes);
+        buffer[start + 4..start + 8].copy_from_slice(&sum.to_le_bytes());
+        buffer[start + 8] = self.kind();
         Ok(())
     }
 }
@@ -321,7 +363,7 @@ mod tests {
             ..Join::default()
         };
         vec![
-            Frame::Begin(Box::new(Record::new("a", "/v1/completions", 1))),
+            Frame::Begin(Begun::new("a", "/v1/completions", 1)),
             Frame::Records(vec![full_record("a"), full_record("b")]),
             Frame::Abandon("c".into()),
             Frame::Join(join),

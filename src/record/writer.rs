@@ -14,7 +14,7 @@ use super::health::DropReason;
 use super::recorder::{Counters, Item, RecorderOptions, Reply, Shared};
 use super::row::Record;
 use super::seal::SealJob;
-use super::wal::{Frame, Join, SegmentFile};
+use super::wal::{Begun, Frame, Join, SegmentFile};
 use crate::store::Disk;
 
 /// After a disk error the next try comes no sooner.
@@ -71,7 +71,7 @@ struct Writer {
     closing: Vec<Segment>,
     next_sequence: u64,
     /// Requests begun and not ended.
-    running: HashMap<String, Box<Record>>,
+    running: HashMap<String, Begun>,
     /// Which segment has the row that waits for these ids.
     waiting: HashMap<Key, u64>,
     /// Ids that came before their row: until when they are kept, and their bytes.
@@ -151,12 +151,12 @@ impl Writer {
     fn accept(&mut self, item: Item, held: usize, at: Instant) -> bool {
         match item {
             Item::Records(records) => self.accept_records(records, held, at),
-            Item::Begin(record) => {
-                let request_id = record.request_id.clone();
-                let frame = Frame::Begin(record);
+            Item::Begin(begun) => {
+                let request_id = begun.request_id.clone();
+                let frame = Frame::Begin(begun);
                 self.append(&frame, held, at);
-                if let Frame::Begin(record) = frame {
-                    self.running.insert(request_id, record);
+                if let Frame::Begin(begun) = frame {
+                    self.running.insert(request_id, begun);
                 }
             }
             Item::Abandon(request_id) => {
@@ -370,9 +370,9 @@ impl Writer {
         for ended in carried.extract_if(|request_id| !self.running.contains_key(request_id)) {
             frames.push(Frame::Abandon(ended));
         }
-        for (request_id, record) in &self.running {
+        for (request_id, begun) in &self.running {
             if carried.insert(request_id.clone()) {
-                frames.push(Frame::Begin(record.clone()));
+                frames.push(Frame::Begin(begun.clone()));
             }
         }
         for frame in frames {
@@ -403,7 +403,9 @@ impl Writer {
             self.shared.counters.join_timeouts.fetch_add(late, Relaxed);
             metrics::counter!("draftsmith_record_join_timeouts_total").increment(late);
             // The sealing thread ends after this one; if it died, the next start seals the segment.
-            let _ = self.jobs.send(SealJob::Segment(segment.file.path().to_path_buf()));
+            self.shared.counters.waiting_segments.fetch_add(1, Relaxed);
+            let asked = self.stopping || !self.seal_replies.is_empty();
+            let _ = self.jobs.send(SealJob::Segment { path: segment.file.path().to_path_buf(), asked });
         }
         self.closing = kept;
         good

@@ -34,7 +34,7 @@ use crate::config::{Config, PrivacyConfig, TokenIds};
 use crate::control::{self, Controlled, PartReport};
 use crate::handoff::Handoff;
 use crate::proxy::{Begun, Exchange, Observer, Proxy};
-use crate::record::{Join, Privacy, Record, Recorder, RecorderHandle, RecorderOptions, Selection};
+use crate::record::{Join, Privacy, Recorder, RecorderHandle, RecorderOptions, Selection};
 use crate::states::{Collector, CollectorOptions, Forgetter, RequestSummary, StateStore, StoreOptions};
 use crate::store::{DataDir, is_drawn};
 pub use inputs::Inputs;
@@ -398,8 +398,7 @@ impl Observer for Tee {
     }
 
     fn begin(&self, begun: Begun<'_>) {
-        let started_at = begun.received_at.as_microsecond();
-        self.recorder.begin(Record::new(begun.request_id, begun.endpoint.path(), started_at));
+        self.recorder.begin(begun.request_id, begun.endpoint.path(), begun.received_at.as_microsecond());
     }
 
     fn finished(&self, exchange: Exchange) {

@@ -27,7 +27,9 @@ pub struct RowOptions {
 pub fn rows(exchange: &Exchange, options: &RowOptions) -> (Vec<Record>, RequestSummary) {
     let parsed = exchange.parse();
     let request = &parsed.request;
-    let conversation_id = conversation_of(exchange, request);
+    let messages: Option<Value> =
+        request.messages_json.as_deref().and_then(|text| serde_json::from_str(text).ok());
+    let conversation_id = conversation_of(exchange, request, messages.as_ref());
     let mut base = Record::new(
         exchange.request_id.clone(),
         exchange.endpoint.path(),
@@ -38,10 +40,7 @@ pub fn rows(exchange: &Exchange, options: &RowOptions) -> (Vec<Record>, RequestS
     base.model = request.model.clone().or_else(|| parsed.answer.model.clone());
     base.stream = request.stream;
     base.http_status = exchange.http_status;
-    base.messages = request.messages_json.as_deref().and_then(|text| {
-        let messages: Value = serde_json::from_str(text).ok()?;
-        messages_from_json(&messages)
-    });
+    base.messages = messages.as_ref().and_then(messages_from_json);
     base.prompt = request.prompt_json.as_deref().map(plain_or_json);
     base.tools_json = request.tools_json.clone();
     base.params_json = request.params_json.clone();
@@ -116,11 +115,11 @@ fn choice_text(choice: &Choice) -> ChoiceText {
 
 /// The client's own conversation id; else one made from the messages up to the first of the user, which all turns of a
 /// conversation share, so that they land on the same side of the split.
-fn conversation_of(exchange: &Exchange, request: &RequestView) -> String {
+fn conversation_of(exchange: &Exchange, request: &RequestView, messages: Option<&Value>) -> String {
     if let Some(id) = &exchange.conversation_id {
         return id.clone();
     }
-    let opening = request.messages_json.as_deref().and_then(opening_of);
+    let opening = messages.and_then(opening_of);
     let key = opening.or_else(|| request.prompt_json.clone()).unwrap_or_else(|| exchange.request_id.clone());
     let digest = Sha256::digest(key.as_bytes());
     let mut id = String::from("opening-");
@@ -130,8 +129,8 @@ fn conversation_of(exchange: &Exchange, request: &RequestView) -> String {
     id
 }
 
-fn opening_of(messages_json: &str) -> Option<String> {
-    let messages: Vec<Value> = serde_json::from_str(messages_json).ok()?;
+fn opening_of(messages: &Value) -> Option<String> {
+    let messages = messages.as_array()?;
     let first_user = messages.iter().position(|message| message["role"] == "user")?;
     serde_json::to_string(&messages[..=first_user]).ok()
 }
