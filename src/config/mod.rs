@@ -337,7 +337,7 @@ impl Default for RecordConfig {
             flush_interval_ms: 200,
             flush_bytes: 1 << 20,
             queue_bytes: 64 << 20,
-            segment_bytes: 64 << 20,
+            segment_bytes: 16 << 20,
             seal_after_seconds: 60,
             join_timeout_seconds: 10,
             merge_after_seconds: 3600,

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use super::anthropic::MessagesBuilder;
+use super::piece::{ChoicePiece, Object, Piece, Text};
 use super::responses::ResponsesBuilder;
 use super::sse::Decoder;
 use super::status::Status;
@@ -161,6 +162,13 @@ impl AnswerBuilder {
             self.answer.complete = true;
             return;
         }
+        match Piece::read(data) {
+            Some(piece) => self.take_piece(piece),
+            None => self.general_event(data),
+        }
+    }
+
+    fn general_event(&mut self, data: &[u8]) {
         if let Ok(Value::Object(object)) = serde_json::from_slice(data) {
             self.take(object);
         }
@@ -168,6 +176,16 @@ impl AnswerBuilder {
 
     /// A whole JSON body.
     pub fn body(&mut self, http_status: u16, body: &[u8]) {
+        if http_status < 400
+            && let Some(piece) = Piece::read(body)
+        {
+            self.answer.complete = true;
+            return self.take_piece(piece);
+        }
+        self.general_body(http_status, body);
+    }
+
+    fn general_body(&mut self, http_status: u16, body: &[u8]) {
         let Ok(Value::Object(object)) = serde_json::from_slice::<Value>(body) else {
             return;
         };
@@ -189,6 +207,22 @@ impl AnswerBuilder {
             self.answer.choices.push(choice);
         }
         self.answer
+    }
+
+    fn take_piece(&mut self, piece: Piece<'_>) {
+        keep(&mut self.answer.id, piece.id);
+        keep(&mut self.answer.model, piece.model);
+        keep(&mut self.answer.system_fingerprint, piece.system_fingerprint);
+        if let Some(usage) = &piece.usage {
+            self.take_usage(usage);
+        }
+        if self.prompt_token_ids.is_none() {
+            self.prompt_token_ids = piece.prompt_token_ids;
+        }
+        for (position, Object(choice)) in piece.choices.into_iter().flatten().enumerate() {
+            let index = choice.index.unwrap_or(position as u64);
+            self.choices.entry(index).or_default().take_piece(choice);
+        }
     }
 
     fn take(&mut self, mut object: Map<String, Value>) {
@@ -233,13 +267,39 @@ impl AnswerBuilder {
 }
 
 impl Partial {
-    fn take(&mut self, mut fields: Map<String, Value>) {
-        set_text(&mut self.choice.finish_reason, fields.get("finish_reason"));
-        match fields.get("stop_reason") {
+    fn take_piece(&mut self, piece: ChoicePiece<'_>) {
+        keep(&mut self.choice.finish_reason, piece.finish_reason);
+        self.take_stop_reason(piece.stop_reason.as_ref());
+        if let Some(ids) = piece.token_ids {
+            self.choice.token_ids.get_or_insert_default().extend(ids);
+        }
+        if self.choice.prompt_token_ids.is_none() {
+            self.choice.prompt_token_ids = piece.prompt_token_ids;
+        }
+        add(&mut self.content, piece.text.as_ref());
+        if let Some(Value::Object(logprobs)) = piece.logprobs {
+            join_logprobs(&mut self.logprobs, logprobs);
+        }
+        for Object(message) in [piece.delta, piece.message].into_iter().flatten() {
+            keep(&mut self.choice.role, message.role);
+            add(&mut self.content, message.content.as_ref());
+            add(&mut self.refusal, message.refusal.as_ref());
+            add(&mut self.reasoning, message.reasoning.as_ref().or(message.reasoning_content.as_ref()));
+            self.take_calls(message.tool_calls.unwrap_or_default());
+        }
+    }
+
+    fn take_stop_reason(&mut self, reason: Option<&Value>) {
+        match reason {
             Some(Value::String(text)) => self.choice.stop_reason = Some(text.clone()),
             None | Some(Value::Null) => {}
             Some(other) => self.choice.stop_reason = Some(other.to_string()),
         }
+    }
+
+    fn take(&mut self, mut fields: Map<String, Value>) {
+        set_text(&mut self.choice.finish_reason, fields.get("finish_reason"));
+        self.take_stop_reason(fields.get("stop_reason"));
         if let Some(ids) = fields.get("token_ids").and_then(token_ids) {
             self.choice.token_ids.get_or_insert_default().extend(ids);
         }
@@ -264,9 +324,12 @@ impl Partial {
         // vLLM's older versions and other servers say `reasoning_content`; some say both, with the same text.
         let reasoning = message.get("reasoning").filter(|value| value.is_string());
         append(&mut self.reasoning, reasoning.or_else(|| message.get("reasoning_content")));
-        let Some(Value::Array(calls)) = message.remove("tool_calls") else {
-            return;
-        };
+        if let Some(Value::Array(calls)) = message.remove("tool_calls") {
+            self.take_calls(calls);
+        }
+    }
+
+    fn take_calls(&mut self, calls: Vec<Value>) {
         for (position, call) in calls.into_iter().enumerate() {
             let Value::Object(mut fields) = call else {
                 continue;
@@ -362,6 +425,20 @@ fn join_logprobs(known: &mut Map<String, Value>, delta: Map<String, Value>) {
             continue;
         }
         set_value(known, key, value);
+    }
+}
+
+fn add(text: &mut String, delta: Option<&Text<'_>>) {
+    if let Some(more) = delta {
+        text.push_str(more.as_str());
+    }
+}
+
+fn keep(slot: &mut Option<String>, text: Option<Text<'_>>) {
+    let Some(text) = text else { return };
+    // Every delta of a stream says it again.
+    if slot.as_deref() != Some(text.as_str()) {
+        *slot = Some(text.as_str().to_owned());
     }
 }
 

@@ -270,6 +270,72 @@ proptest! {
     }
 }
 
+/// JSON of what may stand in an answer, well formed or not.
+fn parts_of_answers() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        Just(Value::from(true)),
+        Just(Value::from(0)),
+        Just(Value::from(1)),
+        Just(Value::from(-1.5)),
+        Just(Value::from("")),
+        Just(Value::from("error")),
+        Just(Value::from("some \"text\" \u{e9}")),
+    ];
+    leaf.prop_recursive(5, 60, 6, |inner| {
+        let keys = vec![
+            "object", "error", "id", "model", "system_fingerprint", "usage", "prompt_tokens", "prompt_token_ids", "choices",
+            "index", "finish_reason", "stop_reason", "token_ids", "text", "logprobs", "content", "delta", "message", "role",
+            "refusal", "reasoning", "reasoning_content", "tool_calls", "function", "arguments", "name", "other",
+        ];
+        let members = prop::collection::vec((prop::sample::select(keys), inner.clone()), 0..6);
+        prop_oneof![
+            prop::collection::vec(inner.clone(), 0..10).prop_map(Value::from),
+            members.prop_map(|members| members.into_iter().map(|(key, value)| (key.to_owned(), value)).collect()),
+            inner.clone().prop_map(|part| serde_json::json!({ "choices": [part] })),
+            inner.prop_map(|part| serde_json::json!({ "choices": [{ "index": 0, "delta": part }] })),
+        ]
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(5_000))]
+
+    #[test]
+    fn the_usual_shape_reads_as_the_general_one_does(parts in prop::collection::vec(parts_of_answers(), 1..4)) {
+        let (mut usual, mut general) = (AnswerBuilder::default(), AnswerBuilder::default());
+        for part in &parts {
+            let text = part.to_string();
+            usual.event(text.as_bytes());
+            general.general_event(text.as_bytes());
+            let (mut usual_body, mut general_body) = (AnswerBuilder::default(), AnswerBuilder::default());
+            usual_body.body(200, text.as_bytes());
+            general_body.general_body(200, text.as_bytes());
+            prop_assert_eq!(usual_body.finish(), general_body.finish());
+        }
+        prop_assert_eq!(usual.finish(), general.finish());
+    }
+}
+
+#[test]
+fn every_sample_of_vllm_is_of_the_usual_shape_but_for_errors() {
+    let mut usual = 0;
+    for (name, dialect, body) in streams() {
+        if *dialect != Dialect::Choices {
+            continue;
+        }
+        let mut decoder = Decoder::new();
+        for event in decoder.push(body) {
+            let data = event.data.unwrap_or_default();
+            if data != b"[DONE]" && !data.is_empty() {
+                assert!(Piece::read(&data).is_some() || name.contains("err"), "{name}");
+                usual += 1;
+            }
+        }
+    }
+    assert!(usual > 50, "{usual}");
+}
+
 // ---- The other dialects ----
 
 const DIALECT_SAMPLES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/dialects");

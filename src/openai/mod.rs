@@ -6,6 +6,7 @@
 pub mod anthropic;
 pub mod exchange;
 pub mod ids;
+mod piece;
 pub mod request;
 pub mod responses;
 pub mod spans;

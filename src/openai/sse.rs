@@ -41,16 +41,21 @@ impl Decoder {
     /// Takes the next bytes; gives the events that they end.
     pub fn push(&mut self, bytes: &[u8]) -> Vec<Event> {
         let mut events = Vec::new();
-        for &byte in bytes {
-            self.pending.push(byte);
-            let ends_a_cr = std::mem::replace(&mut self.after_cr, byte == b'\r');
-            if byte == b'\n' && ends_a_cr {
+        let mut rest = bytes;
+        while let Some(first) = rest.first() {
+            if std::mem::take(&mut self.after_cr) && *first == b'\n' {
+                self.pending.push(b'\n');
+                rest = &rest[1..];
                 self.take_lf_of_crlf(&mut events);
                 continue;
             }
-            if byte != b'\n' && byte != b'\r' {
-                continue;
-            }
+            let Some(at) = memchr::memchr2(b'\n', b'\r', rest) else {
+                self.pending.extend_from_slice(rest);
+                break;
+            };
+            self.pending.extend_from_slice(&rest[..=at]);
+            self.after_cr = rest[at] == b'\r';
+            rest = &rest[at + 1..];
             let line_end = self.pending.len() - 1;
             if line_end > self.line_start {
                 self.take_line(line_end);
@@ -120,8 +125,10 @@ impl Decoder {
 
     fn take_event(&mut self) -> Event {
         self.line_start = 0;
+        // The next event is likely as long.
+        let room = Vec::with_capacity(self.pending.len());
         Event {
-            raw: std::mem::take(&mut self.pending),
+            raw: std::mem::replace(&mut self.pending, room),
             data: self.data.take(),
             data_lines: std::mem::take(&mut self.data_lines),
         }

@@ -54,7 +54,7 @@ impl Default for RecorderOptions {
             memory_bytes: 64 << 20,
             flush_interval: Duration::from_millis(200),
             flush_bytes: 1 << 20,
-            segment_bytes: 64 << 20,
+            segment_bytes: 16 << 20,
             segment_age: Duration::from_secs(60),
             expect_join: false,
             join_timeout: Duration::from_secs(10),
