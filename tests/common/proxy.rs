@@ -49,6 +49,11 @@ pub async fn proxy(upstream_address: &str, change: impl FnOnce(&mut ProxyOptions
     proxy_at(&format!("http://{upstream_address}"), change).await
 }
 
+/// All connections share what is kept to vLLM, whichever comes first.
+pub fn one_thread(options: &mut ProxyOptions) {
+    options.threads = std::num::NonZero::new(1);
+}
+
 /// A proxy before an upstream in any of its spellings.
 pub async fn proxy_at(upstream: &str, change: impl FnOnce(&mut ProxyOptions)) -> Running {
     let mut options = ProxyOptions::new(upstream.parse().unwrap());

@@ -78,7 +78,8 @@ impl Sidecar {
 
     /// Has it seal what it recorded.
     pub async fn flush(&self) {
-        let answer = draftsmith::http::client().unwrap().post(format!("{}/v1/flush", self.control)).send().await;
+        let answer =
+            draftsmith::http::client().unwrap().post(format!("{}/v1/flush", self.control)).send().await;
         assert_eq!(answer.unwrap().status(), 204);
     }
 
