@@ -1,4 +1,4 @@
-//! Copies of the records in an object store: directories, and servers that speak S3 and Google Cloud Storage.
+//! Copies of the records in an object store: a directory, and a server that speaks S3.
 
 // The lint's exemption for tests does not see a test file's helpers.
 #![allow(clippy::unwrap_used)]
@@ -196,6 +196,29 @@ fn an_hour_that_an_operator_removes_stays_in_the_store() {
     recorder.shutdown().unwrap();
 }
 
+/// What a store was asked to keep, and said nothing of, may be there.
+#[test]
+fn an_object_of_which_no_answer_came_is_removed_with_its_file() {
+    let place = place();
+    let recorder = place.start();
+    seal_two(&recorder, "a", 0);
+    recorder.settle_object_store().unwrap();
+    let before = tree(&place.copies);
+    let notes = place.data.mirrored();
+    let note = notes.join(tree(&notes).into_keys().next().unwrap());
+    assert!(fs::read_to_string(&note).unwrap().len() > 20);
+    // As it was while the object was on its way.
+    fs::write(&note, "unknown\n").unwrap();
+    recorder.settle_object_store().unwrap();
+    assert_eq!((tree(&place.copies), recorder.stats().copied_files), (before, 2));
+    fs::write(&note, "unknown\n").unwrap();
+    let everyone = Selection { tenant_hash: None, before: now_micros() };
+    assert_eq!(recorder.forget(everyone).unwrap().files_deleted, 1);
+    recorder.settle_object_store().unwrap();
+    assert_eq!((tree(&place.copies).len(), tree(&notes).len()), (0, 0));
+    recorder.shutdown().unwrap();
+}
+
 #[test]
 fn what_cannot_be_an_object_store_is_refused_before_anything_starts() {
     let directory = tempfile::tempdir().unwrap();
@@ -281,6 +304,17 @@ async fn record_and_forget(url: &str, environment: &[(&str, String)]) -> BTreeMa
         assert_eq!(read_message(&mut stream, &mut Vec::new()).await.unwrap().status(), 200);
         sidecar.flush().await;
     }
+    // So that there is something to remove.
+    let started = Instant::now();
+    let client = draftsmith::http::client().unwrap();
+    loop {
+        let answer = client.get(format!("{}/readyz", sidecar.control)).send().await.unwrap();
+        let parts = answer.text().await.unwrap();
+        if parts.contains(r#""part":"object_store","ready":true,"detail":"good; 4 files copied""#) {
+            break;
+        }
+        assert!(started.elapsed() < Duration::from_secs(60), "{parts}");
+    }
     let control = sidecar.control.trim_start_matches("http://").to_owned();
     let output = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
         .args(["records", "forget", "--tenant", "acme", "--json", "--config"])
@@ -295,13 +329,6 @@ async fn record_and_forget(url: &str, environment: &[(&str, String)]) -> BTreeMa
     let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(report["records"]["files_deleted"], 2, "{report}");
     assert!(report["object_store_left"].is_null(), "{report}");
-    let ready =
-        draftsmith::http::client().unwrap().get(format!("{}/readyz", sidecar.control)).send().await.unwrap();
-    let ready = ready.text().await.unwrap();
-    assert!(
-        ready.contains(r#""part":"object_store","ready":true,"detail":"good; 4 files copied""#),
-        "{ready}"
-    );
     assert!(sidecar.stop().success());
     let mut expected = BTreeMap::new();
     for path in files(&data).unwrap() {
@@ -345,7 +372,12 @@ async fn a_bucket_of_s3_behind_tls() {
     let (_server, port) = Server::start(&arguments, "https://127.0.0.1:");
     let base = format!("https://localhost:{port}");
     let trusted = reqwest::Certificate::from_pem(made.cert.pem().as_bytes()).unwrap();
-    let client = draftsmith::http::client_builder().tls_certs_merge([trusted]).build().unwrap();
+    // Reading is for those who have a name; the server asks for no proof of it.
+    let mut name = reqwest::header::HeaderMap::new();
+    let claim = "AWS4-HMAC-SHA256 Credential=test/20261201/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0";
+    name.insert("authorization", claim.parse().unwrap());
+    let builder = draftsmith::http::client_builder().tls_certs_merge([trusted]).default_headers(name);
+    let client = builder.build().unwrap();
     assert!(client.put(format!("{base}/bucket")).send().await.unwrap().status().is_success());
     let environment = [
         ("AWS_ACCESS_KEY_ID", "test".to_owned()),

@@ -170,7 +170,11 @@ async fn an_upstream_behind_tls_must_show_its_certificate() {
     let ca_file = directory.path().join("ca.pem");
     std::fs::write(&ca_file, made.cert.pem()).unwrap();
     assert_eq!(CertificateDer::pem_file_iter(&ca_file).unwrap().count(), 1);
-    let trusting = proxy_at(&up.address, |options| options.upstream_ca = Some(ca_file.clone())).await;
+    let trusting = proxy_at(&up.address, |options| {
+        one_thread(options);
+        options.upstream_ca = Some(ca_file.clone());
+    })
+    .await;
     // The second request meets a kept connection that is closed, and goes again.
     for _ in 0..3 {
         assert_eq!(trusting.ask(&post(CHAT, "", b"{}")).await.status(), 200);

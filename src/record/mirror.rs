@@ -239,14 +239,22 @@ impl Copier {
         };
         // Of what is read, not of what stands there then.
         let identity = Identity::of(&file.metadata().map_err(RecordError::disk("look at", &path))?);
+        let note = self.notes.join(name);
+        if self.noted(name)?.is_none() {
+            // Before it is there, since an answer may be lost: whatever may be in the store is known to be removed one day.
+            self.write_note(&note, "unknown\n")?;
+        }
         let bytes = self.target.put(name, &mut file).await?;
         metrics::counter!("draftsmith_object_store_bytes_total").increment(bytes);
         metrics::counter!("draftsmith_object_store_files_total", "what" => "copied").increment(1);
         self.counters.copied();
-        let note = self.notes.join(name);
+        self.write_note(&note, &identity.0)
+    }
+
+    fn write_note(&self, note: &Path, text: &str) -> Result<(), RecordError> {
         let directory = note.parent().unwrap_or(&self.notes);
         create_private_directory(directory).map_err(RecordError::disk("create", directory))?;
-        publish(&note, identity.0.as_bytes()).map_err(RecordError::disk("write", &note))
+        publish(note, text.as_bytes()).map_err(RecordError::disk("write", note))
     }
 
     async fn remove(&self, name: &str) -> Result<(), RecordError> {

@@ -8,8 +8,8 @@ case $name in
   readers) packages=(pyarrow==26.0.1 duckdb==2.0.1 tzdata==2026.6) ;;
   # its model code alone: torch, transformers and pydantic are vLLM's
   speculators) packages=(--no-deps speculators==0.9.0) ;;
-  # servers that speak S3 and Google Cloud Storage
-  object-stores) packages=("moto[s3,server]==5.2.5" gcp-storage-emulator==2026.7.19) ;;
+  # a server that speaks S3
+  object-stores) packages=("moto[s3,server]==5.2.5") ;;
   *) echo "no set of packages is named \`$name\`: readers, speculators, object-stores" >&2; exit 2 ;;
 esac
 target=$environment/test-packages/$name
