@@ -12,9 +12,12 @@ use crate::openai::Status;
 pub(super) struct Meters {
     /// In the order of [`Route::CLASSES`].
     routes: [RouteMeters; Route::CLASSES.len()],
-    /// By class, code and transfer; few of the possible ones ever occur.
-    ended: Mutex<HashMap<(usize, Option<u16>, Status), Counter>>,
+    /// Few of the possible ones ever occur.
+    ended: Mutex<HashMap<Ended, Counter>>,
 }
+
+/// Class, code and transfer.
+type Ended = (usize, Option<u16>, Status);
 
 /// Those of one class of routes.
 pub(super) struct RouteMeters {

@@ -133,7 +133,7 @@ impl Copier {
         let mut replies = Vec::new();
         loop {
             let outcome = self.pass().await;
-            self.counters.object_store.ended(outcome.as_ref().map(|()| ()).map_err(ToString::to_string));
+            self.counters.object_store.ended(outcome.as_ref().copied().map_err(ToString::to_string));
             for reply in replies.drain(..) {
                 let told: Result<(), RecordError> = match &outcome {
                     Ok(()) => Ok(()),
