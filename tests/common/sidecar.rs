@@ -72,6 +72,11 @@ impl Sidecar {
         Sidecar { address: told("listen"), control: format!("http://{}", told("control")), child }
     }
 
+    /// Of the process.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     pub fn check_alive(&mut self) {
         assert_eq!(self.child.try_wait().unwrap(), None, "the sidecar ended");
     }
