@@ -24,7 +24,7 @@ mod common {
     pub mod stalls;
 }
 
-/// Unless DRAFTSMITH_KILLS says how many.
+/// Unless RESTART_KILLS says how many.
 const KILLS: usize = 24;
 const CLIENTS: u64 = 4;
 const FLUSH: Duration = Duration::from_millis(50);
@@ -188,7 +188,7 @@ async fn sidecar_killed_amid_traffic_keeps_what_it_promised() {
     let ledger = Ledger::default();
     let numbers = Arc::new(AtomicU64::new(0));
     let mut random = u64::from(std::process::id());
-    let kills = std::env::var("DRAFTSMITH_KILLS").map_or(KILLS, |text| text.parse().unwrap());
+    let kills = std::env::var("RESTART_KILLS").map_or(KILLS, |text| text.parse().unwrap());
     for round in 0..kills {
         let sidecar = Sidecar::start(directory.path(), &up.address, SETTINGS);
         let stalls = StallWatch::start(directory.path());

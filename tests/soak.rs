@@ -1,9 +1,9 @@
 //! The sidecar under traffic of all kinds for as long as one likes, on a disk that may stall and fill up meanwhile.
 //!
 //! ```text
-//! DRAFTSMITH_SOAK_SECONDS=600 cargo test --release --test soak -- --include-ignored --nocapture
+//! SOAK_SECONDS=600 cargo test --release --test soak -- --include-ignored --nocapture
 //! ```
-//! With `DRAFTSMITH_SOAK_DISK` naming a mount point of a small file system of its own (and as root), that is where the data
+//! With `SOAK_DISK` naming a mount point of a small file system of its own (and as root), that is where the data
 //! are: it is frozen for the second tenth of the time, a minute at most, and full in the fourth.
 
 // The lint's exemption for tests does not see a test file's helpers.
@@ -157,8 +157,8 @@ fn fill(mount: &Path) -> PathBuf {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "takes as long as it is told"]
 async fn traffic_of_all_kinds_for_a_while() {
-    let seconds = std::env::var("DRAFTSMITH_SOAK_SECONDS").map_or(SECONDS, |text| text.parse().unwrap());
-    let disk = std::env::var_os("DRAFTSMITH_SOAK_DISK").map(PathBuf::from);
+    let seconds = std::env::var("SOAK_SECONDS").map_or(SECONDS, |text| text.parse().unwrap());
+    let disk = std::env::var_os("SOAK_DISK").map(PathBuf::from);
     let time = Duration::from_secs(seconds);
     let directory = tempfile::tempdir().unwrap();
     let on_disk = disk.as_ref().map(|mount| tempfile::tempdir_in(mount).unwrap());
