@@ -50,6 +50,13 @@ impl<T> Handoff<T> {
         self.add(item, true, true)
     }
 
+    /// Closes the queue and gives what nobody will take any more.
+    pub fn shut(&self) -> VecDeque<T> {
+        let mut state = self.state();
+        state.closed = true;
+        std::mem::take(&mut state.items)
+    }
+
     /// All that was handed over, once there is something and the time to linger is over. Empty at the deadline.
     pub fn take(&self, deadline: Option<Instant>) -> VecDeque<T> {
         let mut state = self.state();

@@ -190,10 +190,53 @@ fn an_hour_that_an_operator_removes_stays_in_the_store() {
     let before = tree(&place.copies);
     let oldest = files(&place.data).unwrap().remove(0);
     fs::remove_dir_all(oldest.parent().unwrap().parent().unwrap()).unwrap();
-    recorder.settle_object_store().unwrap();
+    assert_eq!(recorder.settle_object_store().unwrap(), 1);
+    assert_eq!(tree(&place.copies), before);
+    // A file alone, too.
+    fs::remove_file(files(&place.data).unwrap().remove(0)).unwrap();
+    assert_eq!(recorder.settle_object_store().unwrap(), 2);
     assert_eq!(tree(&place.copies), before);
     assert_eq!(recorder.stats().copied_files, 2);
     recorder.shutdown().unwrap();
+}
+
+/// Else a merge, or a process that died in a copy, would leave rows where nobody looks.
+#[test]
+fn what_a_killed_process_left_of_a_copy_is_removed() {
+    let place = place();
+    let recorder = place.start();
+    seal_two(&recorder, "a", 0);
+    recorder.settle_object_store().unwrap();
+    let copy = place.copies.join(tree(&place.copies).into_keys().next().unwrap());
+    let left = copy.with_file_name(format!("{}#1", copy.file_name().unwrap().to_string_lossy()));
+    fs::write(&left, "rows").unwrap();
+    assert_eq!(recorder.forget(of_tenant("acme")).unwrap().rows, 1);
+    recorder.settle_object_store().unwrap();
+    place.check_in_step("rewritten");
+    recorder.shutdown().unwrap();
+}
+
+#[test]
+fn forgetting_without_the_setting_says_that_there_are_copies() {
+    let place = place();
+    let recorder = place.start();
+    seal_two(&recorder, "a", 0);
+    recorder.shutdown().unwrap();
+    drop(recorder);
+    let output = Command::new(env!("CARGO_BIN_EXE_draftsmith"))
+        .args(["records", "forget", "--before", "2100-01-01", "--json", "--data"])
+        .arg(place.data.root())
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(report["object_store_left"].as_str().unwrap().contains("record.object_store"), "{report}");
+    assert_eq!(tree(&place.copies).len(), 1);
+
+    let again = place.start();
+    assert_eq!(again.settle_object_store().unwrap(), 0);
+    assert_eq!(tree(&place.copies).len(), 0);
+    again.shutdown().unwrap();
 }
 
 /// What a store was asked to keep, and said nothing of, may be there.

@@ -173,7 +173,7 @@ fn forget(config: &Config, selection: Selection, json: bool) -> anyhow::Result<E
         }
     }
     if let Some(reason) = &report.object_store_left {
-        println!("the object store still has them: {reason}");
+        println!("an object store may still have such rows: {reason}");
     }
     Ok(outcome)
 }

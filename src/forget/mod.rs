@@ -11,7 +11,8 @@ use crate::config::Config;
 use crate::http;
 use crate::learn;
 use crate::record::{
-    Forgotten, RecordError, Recorder, RecorderHandle, RecorderOptions, Selection, selected_requests,
+    Forgotten, RecordError, Recorder, RecorderHandle, RecorderOptions, Selection, has_copies,
+    selected_requests,
 };
 use crate::states::{StateStore, StatesError, StoreOptions};
 use crate::store::DataDir;
@@ -25,7 +26,7 @@ pub struct Report {
     pub samples: usize,
     /// Heads that were trained on any of the requests, or scored by them, or that go on from such a head. They stay.
     pub heads: BTreeSet<String>,
-    /// Why the object store still has the rows, if it does. The process that records tries again.
+    /// Why an object store may still have such rows.
     #[serde(default)]
     pub object_store_left: Option<String>,
 }
@@ -42,8 +43,28 @@ pub fn forget(
     let heads = learn::heads_that_learned_from(data, &requests)?;
     let samples = forget_states(requests.iter().cloned().collect()).context("no rows were removed")?;
     let records = recorder.forget(selection.clone())?;
-    let object_store_left = recorder.settle_object_store().err().map(|error| error.to_string());
+    let object_store_left = object_store_left(data, recorder)?;
     Ok(Report { requests: requests.len() as u64, records, samples, heads, object_store_left })
+}
+
+/// What of the rows may still be in an object store, and why.
+fn object_store_left(data: &DataDir, recorder: &RecorderHandle) -> anyhow::Result<Option<String>> {
+    if recorder.object_store_health().is_none() {
+        let copied = has_copies(data)?.then(|| {
+            format!(
+                "{} speaks of copies, and record.object_store is not set here; they go once `serve` runs with it, or this with it",
+                data.mirrored().display()
+            )
+        });
+        return Ok(copied);
+    }
+    Ok(match recorder.settle_object_store() {
+        Ok(0) => None,
+        Ok(kept) => Some(format!(
+            "{kept} objects stay though their files were removed by hand, and may hold such rows; delete them there"
+        )),
+        Err(error) => Some(error.to_string()),
+    })
 }
 
 /// Forgets here, or asks the `serve` that records into this directory.

@@ -35,6 +35,9 @@ use crate::openai::exchange::is_event_stream;
 use crate::openai::ids::{StreamRestorer, ask_for_ids, restore_json};
 use crate::openai::{Dialect, Status};
 
+/// Reading and editing this much JSON takes less than a millisecond.
+const MOST_BYTES_AT_ONCE: usize = 256 << 10;
+
 /// How the proxy is set up.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ProxyOptions {
@@ -311,7 +314,8 @@ impl Proxy {
         let encoded = head.headers.contains_key(header::CONTENT_ENCODING);
         let injected = if self.options.inject_token_ids && endpoint.dialect() == Dialect::Choices && !encoded
         {
-            ask_for_ids(&client_body)
+            let body = client_body.clone();
+            aside(body.len(), move || ask_for_ids(&body)).await
         } else {
             None
         };
@@ -448,12 +452,27 @@ async fn restore_whole(
         }
     }
     lease.give_back();
-    let restored = restore_json(&received);
+    let restored = aside(received.len(), move || restore_json(&received)).await;
     let mut kept = headers::end_to_end(&parts.headers);
     kept.remove(header::CONTENT_LENGTH);
     flight.sent(restored.len());
     flight.whole();
     answer(parts.status, kept, whole(Bytes::from(restored)))
+}
+
+/// Works on so many bytes here, or on a thread of its own if they would hold up the other streams of this one.
+async fn aside<T: Send + 'static>(bytes: usize, work: impl FnOnce() -> T + Send + 'static) -> T {
+    if bytes <= MOST_BYTES_AT_ONCE {
+        return work();
+    }
+    match tokio::task::spawn_blocking(work).await {
+        Ok(done) => done,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // The thread's loop is ending, and this task with it.
+            Err(_) => std::future::pending().await,
+        },
+    }
 }
 
 /// An answer that the proxy itself gives.

@@ -17,7 +17,6 @@ pub(super) enum Route {
 }
 
 impl Route {
-    /// The label in metrics.
     /// The values of the label `route`.
     pub(super) const CLASSES: [&'static str; 6] =
         ["chat", "completions", "responses", "messages", "other", "refused"];

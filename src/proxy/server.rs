@@ -87,7 +87,13 @@ impl Proxy {
         }
         // An aborted task has dropped its requests once it is joined.
         while connections.join_next().await.is_some() {}
+        if drained.is_err() {
+            // Those that were opened while the rest was cut.
+            self.tunnels.cut();
+        }
         self.tunnels.closed().await;
+        // Streams of HTTP/2 are tasks of their own: they end with their thread.
+        workers.end().await;
         Ok(if cut == 0 { Drained::Completely } else { Drained::Cut(cut) })
     }
 

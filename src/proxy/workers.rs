@@ -9,6 +9,8 @@ use std::io;
 use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
 
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -31,7 +33,7 @@ pub(super) fn worker_count(threads: Option<NonZero<usize>>) -> usize {
     threads.map_or_else(processors, NonZero::get)
 }
 
-/// The threads. Dropping this ends them, with whatever still runs on them.
+/// The threads. Dropping this has them end, with whatever still runs on them.
 pub(super) struct Workers {
     first: Worker,
     others: Vec<Worker>,
@@ -41,20 +43,29 @@ struct Worker {
     handle: Handle,
     /// Connections that it has.
     open: Arc<AtomicUsize>,
-    _stop: oneshot::Sender<()>,
+    stop: oneshot::Sender<()>,
+    thread: JoinHandle<()>,
 }
 
 impl Worker {
     fn start(number: usize) -> io::Result<Self> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let handle = runtime.handle().clone();
         let (stop, stopped) = oneshot::channel::<()>();
-        std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
+        let (begun, has_begun) = mpsc::channel();
+        let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
             INDEX.set(Some(number));
+            // Here, since a runtime that is dropped on the way would panic in async code.
+            let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+                Ok(runtime) => runtime,
+                // Whoever started this waits for the word.
+                Err(error) => return drop(begun.send(Err(error))),
+            };
+            let _ = begun.send(Ok(runtime.handle().clone()));
             // Only ever dropped.
             let _ = runtime.block_on(stopped);
         })?;
-        Ok(Self { handle, open: Arc::default(), _stop: stop })
+        let handle =
+            has_begun.recv().unwrap_or_else(|_| Err(io::Error::other("the thread ended at once")))?;
+        Ok(Self { handle, open: Arc::default(), stop, thread })
     }
 }
 
@@ -78,6 +89,24 @@ impl Workers {
             others.push(Worker::start(number)?);
         }
         Ok(Self { first: Worker::start(0)?, others })
+    }
+
+    /// Ends them, with whatever still runs on them, and waits for that.
+    pub async fn end(self) {
+        let mut threads = Vec::new();
+        for worker in std::iter::once(self.first).chain(self.others) {
+            drop(worker.stop);
+            threads.push(worker.thread);
+        }
+        let joined = tokio::task::spawn_blocking(move || {
+            for thread in threads {
+                if thread.join().is_err() {
+                    tracing::error!("a thread of the proxy panicked");
+                }
+            }
+        });
+        // It cannot panic.
+        let _ = joined.await;
     }
 
     /// A place on the worker that has the fewest connections.

@@ -72,8 +72,16 @@ pub fn selected_requests(data: &DataDir, selection: &Selection) -> Result<BTreeS
     Ok(found)
 }
 
+/// Is told of each file before it is removed.
+pub(super) type Removes<'a> = &'a (dyn Fn(&Path) -> Result<(), RecordError> + Sync);
+
 /// Removes the selected rows.
-pub(super) fn forget(disk: &Disk, data: &DataDir, selection: &Selection) -> Result<Forgotten, RecordError> {
+pub(super) fn forget(
+    disk: &Disk,
+    data: &DataDir,
+    selection: &Selection,
+    removes: Removes<'_>,
+) -> Result<Forgotten, RecordError> {
     let mut done = Forgotten::default();
     for path in files(data)? {
         let mut gone = 0;
@@ -95,6 +103,7 @@ pub(super) fn forget(disk: &Disk, data: &DataDir, selection: &Selection) -> Resu
             done.files_rewritten += 1;
         } else {
             disk.delete(&temporary).map_err(RecordError::disk("delete", &temporary))?;
+            removes(&path)?;
             disk.delete(&path).map_err(RecordError::disk("delete", &path))?;
             let directory = path.parent().unwrap_or(Path::new("."));
             disk.sync_directory(directory).map_err(RecordError::disk("sync", directory))?;
@@ -192,6 +201,7 @@ impl Compactor {
         data: &DataDir,
         writer: &str,
         age: Duration,
+        removes: Removes<'_>,
     ) -> Result<Compacted, RecordError> {
         let mut done = Compacted::default();
         if self.unable {
@@ -212,7 +222,7 @@ impl Compactor {
                 self.seen.insert(hour, changed);
                 continue;
             }
-            if !merge(disk, data, writer, &hour, &found, &groups)? {
+            if !merge(disk, data, writer, &hour, &found, &groups, removes)? {
                 tracing::warn!(
                     "this file system cannot exchange directories; small Parquet files are not merged"
                 );
@@ -278,6 +288,7 @@ fn merge(
     hour: &Path,
     found: &[PathBuf],
     groups: &[Vec<PathBuf>],
+    removes: Removes<'_>,
 ) -> Result<bool, RecordError> {
     let staging = data.wal().join(STAGING);
     remove_staging(&data.wal())?;
@@ -294,6 +305,9 @@ fn merge(
         fs::hard_link(path, &link).map_err(RecordError::disk("link", &link))?;
     }
     disk.sync_directory(&staging).map_err(RecordError::disk("sync", &staging))?;
+    for path in groups.iter().flatten() {
+        removes(path)?;
+    }
     let exchanged = disk.exchange(&staging, hour);
     if let Err(error) = &exchanged {
         use std::io::ErrorKind::{CrossesDevices, InvalidInput, Unsupported};

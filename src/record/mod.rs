@@ -33,6 +33,7 @@ pub use edit::{Compacted, Forgotten, Selection, selected_requests};
 pub use error::RecordError;
 pub use export::export;
 pub use health::{DropReason, Health};
+pub use mirror::has_copies;
 pub use privacy::{Privacy, PrivacyError, tenant_hash};
 pub use read::{
     DayAcceptance, DayStats, FileCheck, Row, Rows, Stats, files, newest_rows, rows, stats, token_frequencies,

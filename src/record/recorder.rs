@@ -451,9 +451,9 @@ impl RecorderHandle {
         self.ask(|reply| Item::PassOn(SealJob::Compact(reply)))
     }
 
-    /// Waits until the object store, if there is one, has what is sealed and nothing else of it, or until that failed.
-    /// Blocks the thread.
-    pub fn settle_object_store(&self) -> Result<(), RecordError> {
+    /// Waits until the object store, if there is one, has what is sealed, and nothing that was removed here, or until that
+    /// failed. Gives the number of objects that stay though an operator has removed their files. Blocks the thread.
+    pub fn settle_object_store(&self) -> Result<usize, RecordError> {
         self.ask(|reply| Item::PassOn(SealJob::SettleObjectStore(reply)))
     }
 

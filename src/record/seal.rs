@@ -22,9 +22,9 @@ use thread_priority::{
 };
 
 use super::columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema, to_batch};
-use super::edit::{self, Compacted, Compactor, Forgotten, Selection};
+use super::edit::{self, Compacted, Compactor, Forgotten, Removes, Selection};
 use super::error::RecordError;
-use super::mirror::Mirror;
+use super::mirror::{self, Mirror, Settled};
 use super::recorder::Counters;
 use super::row::Record;
 use super::wal::{self, Begun, Frame, Join, Stop};
@@ -37,6 +37,8 @@ const RETRY: Duration = Duration::from_secs(5);
 const TEMPORARY: &str = "tmp";
 /// With more segments than this waiting, sealing takes its share of the processor's time like any other thread.
 const MOST_WAITING: usize = 4;
+/// The least share of the processor: a sixtieth beside a thread that wants all of it.
+const NICE: i32 = 19;
 
 /// Long texts: their smallest and largest value help no reader.
 const TEXT_COLUMNS: [&str; 11] = [
@@ -66,7 +68,7 @@ pub(super) enum SealJob {
     Forget(Selection, Sender<Result<Forgotten, RecordError>>),
     Compact(Sender<Result<Compacted, RecordError>>),
     /// Answered when the object store has what was done before it.
-    SettleObjectStore(Sender<Result<(), RecordError>>),
+    SettleObjectStore(Sender<Settled>),
 }
 
 /// How often the sealing thread looks for small files when it has nothing else to do.
@@ -127,8 +129,9 @@ pub(super) fn run(
             Ok(other @ (SealJob::Forget(..) | SealJob::Compact(_))) => edit = Some(other),
             Err(RecvTimeoutError::Timeout) if idle => {
                 let Some(age) = compaction.age else { continue };
-                let merge = || compactor.run(disk, data, &compaction.writer, age);
-                let merged = edited(mirror, || in_idle_time(merge));
+                let merged = edited(data, mirror, |removes| {
+                    aside(be_nice, || compactor.run(disk, data, &compaction.writer, age, removes))
+                });
                 if let Err(error) = merged {
                     counters.disk_error("merge", &error);
                 }
@@ -136,11 +139,12 @@ pub(super) fn run(
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
+        hurry |= pending.len() > MOST_WAITING;
         if !pending.is_empty() {
             pending = if hurry || barrier.is_some() || edit.is_some() {
                 seal_all(disk, data, pending, counters)
             } else {
-                in_idle_time(|| seal_all(disk, data, pending, counters))
+                aside(give_way, || seal_all(disk, data, pending, counters))
             };
             if let Some(mirror) = mirror {
                 mirror.changed();
@@ -157,33 +161,37 @@ pub(super) fn run(
                 let _ = reply.send(Err(RecordError::Unsealed(pending.len())));
             }
             Some(SealJob::Forget(selection, reply)) => {
-                let _ = reply.send(edited(mirror, || edit::forget(disk, data, &selection)));
+                let _ =
+                    reply.send(edited(data, mirror, |removes| edit::forget(disk, data, &selection, removes)));
             }
             Some(SealJob::Compact(reply)) => {
-                let merge = || compactor.run(disk, data, &compaction.writer, Duration::ZERO);
-                let _ = reply.send(edited(mirror, merge));
+                let merged = edited(data, mirror, |removes| {
+                    compactor.run(disk, data, &compaction.writer, Duration::ZERO, removes)
+                });
+                let _ = reply.send(merged);
             }
             _ => {}
         }
     }
 }
 
-/// Changes files that were sealed, while no copier looks.
-fn edited<T>(mirror: Option<&Mirror>, edit: impl FnOnce() -> T) -> T {
-    let Some(mirror) = mirror else { return edit() };
-    let editing = mirror.edit();
-    let outcome = edit();
+/// Changes files that were sealed, while no copier looks. The edit tells of each file before it removes it.
+fn edited<T>(data: &DataDir, mirror: Option<&Mirror>, edit: impl FnOnce(Removes<'_>) -> T) -> T {
+    let editing = mirror.map(Mirror::edit);
+    let outcome = edit(&|path| mirror::removes(data, path));
     drop(editing);
-    mirror.changed();
+    if let Some(mirror) = mirror {
+        mirror.changed();
+    }
     outcome
 }
 
-fn settle(mirror: Option<&Mirror>, reply: Sender<Result<(), RecordError>>) {
+fn settle(mirror: Option<&Mirror>, reply: Sender<Settled>) {
     match mirror {
         Some(mirror) => mirror.settle(reply),
         None => {
             // Nobody waits for the answer any more: nothing to tell.
-            let _ = reply.send(Ok(()));
+            let _ = reply.send(Ok(0));
         }
     }
 }
@@ -408,9 +416,9 @@ pub(super) fn remove_temporaries(wal: &Path) -> Result<(), RecordError> {
     Ok(())
 }
 
-/// Works on a thread that runs when the others rest: what is sealed is safe on the disk already, and each moment of a
-/// processor would else hold up an answer. A thread of its own, since such a thread may not take its priority back.
-fn in_idle_time<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+/// Works on a thread that gives way to others: what is sealed is safe on the disk already, and each moment of a
+/// processor would else hold up an answer. A thread of its own, since one that gave way may not take its priority back.
+fn aside<T: Send>(give_way: fn(), work: impl FnOnce() -> T + Send) -> T {
     let outcome = std::thread::scope(|scope| {
         let aside = scope.spawn(|| {
             give_way();
@@ -421,8 +429,16 @@ fn in_idle_time<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Has the calling thread run when no other wants to.
-pub(super) fn give_way() {
+/// Has the calling thread take a small share beside others that want to run: for work of any length.
+pub(super) fn be_nice() {
+    // On Linux this is the calling thread's own.
+    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+        tracing::debug!(%error, "a thread keeps its priority");
+    }
+}
+
+/// Has the calling thread run when no other wants to: for short work.
+fn give_way() {
     let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
     let changed = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
     if let Err(error) = changed {

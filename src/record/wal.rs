@@ -383,6 +383,20 @@ mod tests {
         (bytes, ends)
     }
 
+    /// Nothing in a frame tells its fields apart: what an older build wrote would be read wrong.
+    #[test]
+    fn the_encoding_changes_with_the_version_alone() {
+        let record = Record { record_id: "r".into(), ..full_record("a") };
+        let begun = Begun { record_id: "r".into(), ..Begun::new("a", "/v1/completions", 1) };
+        let join = Join { request_id: "a".into(), drafts: Some(2), ..Join::default() };
+        let mut bytes = Vec::new();
+        for frame in [Frame::Records(vec![record]), Frame::Begin(begun), Frame::Join(join)] {
+            frame.encode(&mut bytes).unwrap();
+        }
+        let found = (VERSION, bytes.len(), crc32fast::hash(&bytes));
+        assert_eq!(found, (2, 305, 1_510_361_397), "raise VERSION");
+    }
+
     #[test]
     fn cut_at_every_byte_keeps_exactly_the_whole_frames() {
         let frames = frames();

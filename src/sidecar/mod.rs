@@ -48,8 +48,8 @@ const RECORD_HEADER: &str = "x-draftsmith-record";
 const CONVERSATION_HEADER: &str = "x-draftsmith-conversation";
 /// What may wait to be parsed; more is dropped and counted.
 const PARSE_QUEUE: usize = 4096;
-/// The parser lets so much time pass for more to come.
-const LINGER: Duration = Duration::from_millis(5);
+/// The parser lets so much time pass for more to come, and no more than a quarter of the flush interval.
+const MOST_LINGER: Duration = Duration::from_millis(5);
 /// How long vLLM may take to answer the readiness probe.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -253,7 +253,7 @@ fn start_observer(
     config: &Config,
 ) -> anyhow::Result<Arc<Tee>> {
     let waiting = Arc::new(Waiting {
-        messages: Handoff::new(LINGER),
+        messages: Handoff::new(MOST_LINGER.min(Duration::from_millis(config.record.flush_interval_ms) / 4)),
         count: AtomicUsize::new(0),
         bytes: AtomicUsize::new(0),
     });
@@ -288,6 +288,7 @@ fn parse_until_stopped(
             collector.expect(RequestSummary { request_id, ..RequestSummary::default() });
         }
     };
+    let _shut_at_the_end = ShutAtTheEnd(waiting);
     let mut messages = VecDeque::new();
     loop {
         let Some(message) = messages.pop_front() else {
@@ -324,6 +325,20 @@ fn parse_until_stopped(
     }
     if let Some(collector) = collector {
         collector.stop();
+    }
+}
+
+/// Whatever ends the parser, nobody waits for it any more, and what it did not take is counted.
+struct ShutAtTheEnd<'a>(&'a Waiting);
+
+impl Drop for ShutAtTheEnd<'_> {
+    fn drop(&mut self) {
+        for message in self.0.messages.shut() {
+            if matches!(message, Message::Finished(..)) {
+                metrics::counter!("draftsmith_record_dropped_total", "what" => "exchange", "reason" => "stopped")
+                    .increment(1);
+            }
+        }
     }
 }
 
@@ -384,6 +399,13 @@ impl Tee {
         {
             tracing::error!("the thread that makes rows ended with a panic");
         }
+    }
+}
+
+impl Drop for Tee {
+    fn drop(&mut self) {
+        // An error means that it was told before.
+        let _ = self.waiting.messages.close(Message::Stop);
     }
 }
 

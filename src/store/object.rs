@@ -24,7 +24,7 @@ use url::Url;
 use super::create_private_directory;
 use crate::http;
 
-/// Larger files go up in parts of this size, one at a time: what a copy holds in memory.
+/// Larger files go up in parts of this size, one at a time: a copy holds two in memory.
 const PART_BYTES: usize = 8 << 20;
 const READ_BYTES: usize = 256 << 10;
 /// Who copies tries again later anyway.
@@ -43,7 +43,7 @@ pub enum ObjectError {
     Store { action: &'static str, object: String, source: object_store::Error },
     #[error("cannot read {object} for the object store: {source}")]
     Read { object: String, source: std::io::Error },
-    #[error("cannot create the directory of {object} in the object store: {source}")]
+    #[error("cannot use the directory of {object} in the object store: {source}")]
     Directory { object: String, source: std::io::Error },
 }
 
@@ -98,6 +98,7 @@ impl ObjectTarget {
     pub async fn put(&self, name: &str, file: &mut File) -> Result<u64, ObjectError> {
         let object = self.object(name);
         self.make_directory(&object)?;
+        self.remove_unfinished(&object)?;
         let failed = |source| ObjectError::Store { action: "store", object: object.to_string(), source };
         let mut writer =
             BufWriter::with_capacity(self.store.clone(), object.clone(), PART_BYTES).with_max_concurrency(1);
@@ -128,6 +129,7 @@ impl ObjectTarget {
     /// Removes the object; one that is not there is no error.
     pub async fn delete(&self, name: &str) -> Result<(), ObjectError> {
         let object = self.object(name);
+        self.remove_unfinished(&object)?;
         match self.store.delete(&object).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(source) => Err(ObjectError::Store { action: "delete", object: object.to_string(), source }),
@@ -140,6 +142,28 @@ impl ObjectTarget {
             object = object.join(part);
         }
         object
+    }
+
+    /// In a directory an object is written as `NAME#1` until it is whole; a process that died left that.
+    fn remove_unfinished(&self, object: &ObjectPath) -> Result<(), ObjectError> {
+        let Some(local) = &self.local else { return Ok(()) };
+        let unusable = |source| ObjectError::Store { action: "store", object: object.to_string(), source };
+        let path = local.path_to_filesystem(object).map_err(unusable)?;
+        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
+        let failed = |source| ObjectError::Directory { object: object.to_string(), source };
+        let entries = match std::fs::read_dir(directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(failed(error)),
+        };
+        let unfinished = format!("{}#", name.to_string_lossy());
+        for entry in entries {
+            let found = entry.map_err(failed)?;
+            if found.file_name().to_string_lossy().starts_with(&unfinished) {
+                std::fs::remove_file(found.path()).map_err(failed)?;
+            }
+        }
+        Ok(())
     }
 
     /// The store would make directories and files that all can read: the directories are made here, for the owner alone.
