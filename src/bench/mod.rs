@@ -188,6 +188,7 @@ fn measure_slow_streams(
     load::answer(arm.address(), Kind::Json)?;
     arm.finish_work()?;
     let before = arm.usage()?;
+    let rows_before = arm.recorded_rows()?;
     let lap = load::slow_streams(arm.address(), options.streams, options.slow)?;
     arm.finish_work()?;
     let after: Usage = arm.usage()?;
@@ -197,8 +198,7 @@ fn measure_slow_streams(
         errors: lap.errors,
         peak_mib: after.peak_mib(),
         bytes_per_stream: after.peak.saturating_sub(before.peak) as f64 / options.streams as f64,
-        // But for the first answer.
-        rows: arm.recorded_rows()?.saturating_sub(1),
+        rows: arm.recorded_rows()?.saturating_sub(rows_before),
         dropped: arm.dropped_rows()?,
     })
 }
