@@ -7,6 +7,7 @@ use std::sync::{Once, OnceLock};
 
 use reqwest::{Certificate, Client, ClientBuilder};
 use rustls::RootCertStore;
+use rustls::pki_types::CertificateDer;
 
 /// A client with reqwest's defaults.
 pub fn client() -> reqwest::Result<Client> {
@@ -18,7 +19,8 @@ pub fn client_builder() -> ClientBuilder {
     choose_ring();
     #[expect(clippy::disallowed_methods, reason = "this is the one place: ring was chosen just now")]
     let builder = Client::builder();
-    let certificates = system_certificates().iter().filter_map(|der| Certificate::from_der(der).ok());
+    let certificates =
+        system_certificates().iter().filter_map(|certificate| Certificate::from_der(certificate).ok());
     builder.tls_certs_only(certificates)
 }
 
@@ -31,14 +33,14 @@ pub fn choose_ring() {
     });
 }
 
-/// The authorities that the system trusts, as DER, of those that rustls can read.
-pub fn system_certificates() -> &'static [Vec<u8>] {
-    static CERTIFICATES: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
+/// The authorities that the system trusts, of those that rustls can read.
+pub fn system_certificates() -> &'static [CertificateDer<'static>] {
+    static CERTIFICATES: OnceLock<Vec<CertificateDer<'static>>> = OnceLock::new();
     CERTIFICATES.get_or_init(|| {
         let mut readable = Vec::new();
         for certificate in rustls_native_certs::load_native_certs().certs {
             if RootCertStore::empty().add(certificate.clone()).is_ok() {
-                readable.push(certificate.to_vec());
+                readable.push(certificate);
             }
         }
         readable

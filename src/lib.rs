@@ -7,6 +7,7 @@ pub mod compute;
 pub mod config;
 pub mod control;
 pub mod demo;
+mod event_loop;
 pub mod forget;
 pub mod handoff;
 pub mod head;

@@ -13,6 +13,8 @@ use hyper::header::AUTHORIZATION;
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
+use crate::store::hex;
+
 /// Where clients of Anthropic's API put their key.
 pub const API_KEY_HEADER: &str = "x-api-key";
 
@@ -132,10 +134,6 @@ fn digest_of(line: &str) -> Option<DigestBytes> {
         *byte = u8::from_str_radix(&digits[2 * position..2 * position + 2], 16).ok()?;
     }
     Some(digest)
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use tokio_rustls::TlsConnector;
 use super::server::keep_probing;
 use super::tls::{TlsError, certificates, provider};
 use crate::config::UpstreamAddress;
+use crate::http;
 
 /// Both ways of one connection, whatever carries it.
 pub(super) trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
@@ -82,8 +83,7 @@ impl Connector {
 fn roots(ca_file: Option<&Path>) -> Result<RootCertStore, TlsError> {
     let mut store = RootCertStore::empty();
     let Some(path) = ca_file else {
-        let found = rustls_native_certs::load_native_certs();
-        store.add_parsable_certificates(found.certs);
+        store.add_parsable_certificates(http::system_certificates().iter().cloned());
         return if store.is_empty() { Err(TlsError::NoRoots) } else { Ok(store) };
     };
     let setting = "proxy.upstream_ca_file";

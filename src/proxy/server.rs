@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 
 use super::connect::Duplex;
 use super::handler::Proxy;
-use super::workers::{Place, Workers, worker_count};
+use super::workers::{Place, Workers};
 
 /// A client that takes longer for its request's head, or leaves its connection idle longer, is let go.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(90);
@@ -53,7 +53,7 @@ impl Proxy {
         listener: TcpListener,
         shutdown: impl Future<Output = ()>,
     ) -> io::Result<Drained> {
-        let workers = Workers::start(worker_count(self.options.threads))?;
+        let workers = Workers::start(self.upstream.workers())?;
         let graceful = GracefulShutdown::new();
         let mut connections = JoinSet::new();
         let mut idle_check = tokio::time::interval(IDLE_CHECK);

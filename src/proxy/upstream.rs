@@ -74,6 +74,11 @@ impl Upstream {
         self.connector.address()
     }
 
+    /// The threads that it has pools for.
+    pub(super) fn workers(&self) -> usize {
+        self.pools.len() - 1
+    }
+
     /// Closes connections that were idle for long.
     pub(super) fn close_idle(&self) {
         for pool in &self.pools {
@@ -130,8 +135,7 @@ impl Upstream {
 
     fn pool(&self) -> &Arc<Pool> {
         // The last is for threads that are no workers.
-        let last = self.pools.len() - 1;
-        &self.pools[workers::index().unwrap_or(last).min(last)]
+        &self.pools[workers::index().unwrap_or(self.workers())]
     }
 
     async fn send_over(

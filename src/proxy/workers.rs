@@ -9,11 +9,12 @@ use std::io;
 use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::mpsc;
 use std::thread::JoinHandle;
 
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
+
+use crate::event_loop;
 
 /// More threads than this serve no vLLM better: each takes some ten thousand requests a second.
 const MOST: usize = 8;
@@ -50,21 +51,11 @@ struct Worker {
 impl Worker {
     fn start(number: usize) -> io::Result<Self> {
         let (stop, stopped) = oneshot::channel::<()>();
-        let (begun, has_begun) = mpsc::channel();
-        let thread = std::thread::Builder::new().name(format!("proxy-{number}")).spawn(move || {
+        let (handle, thread) = event_loop::start(format!("proxy-{number}"), move |runtime| {
             INDEX.set(Some(number));
-            // Here, since a runtime that is dropped on the way would panic in async code.
-            let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-                Ok(runtime) => runtime,
-                // Whoever started this waits for the word.
-                Err(error) => return drop(begun.send(Err(error))),
-            };
-            let _ = begun.send(Ok(runtime.handle().clone()));
             // Only ever dropped.
             let _ = runtime.block_on(stopped);
         })?;
-        let handle =
-            has_begun.recv().unwrap_or_else(|_| Err(io::Error::other("the thread ended at once")))?;
         Ok(Self { handle, open: Arc::default(), stop, thread })
     }
 }

@@ -14,7 +14,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -23,11 +23,12 @@ use sha2::{Digest, Sha256};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
+use super::aside::be_nice;
 use super::error::RecordError;
 use super::read::files;
 use super::recorder::Counters;
-use super::seal::be_nice;
-use crate::store::{DataDir, ObjectTarget, create_private_directory, publish};
+use crate::event_loop;
+use crate::store::{DataDir, ObjectTarget, create_private_directory, hex, publish};
 
 /// What failed is tried again after this.
 const RETRY: Duration = Duration::from_secs(10);
@@ -52,7 +53,7 @@ enum Ask {
 /// The copier's other end, held by the one thread that edits the tree.
 pub(super) struct Mirror {
     asks: UnboundedSender<Ask>,
-    notes: Notes,
+    tree: Arc<Mutex<()>>,
     /// Dropped with the rest: the last pass begins, and its time runs.
     _stop: oneshot::Sender<()>,
 }
@@ -65,37 +66,20 @@ impl Mirror {
         counters: Arc<Counters>,
     ) -> Result<(Self, JoinHandle<()>), RecordError> {
         let target = ObjectTarget::open(url)?;
-        let digest = Sha256::digest(url.as_bytes());
-        let name: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-        let notes = Notes {
-            records: data.records(),
-            directory: data.mirrored().join(name),
-            tree: Arc::new(Mutex::default()),
-        };
-        let copier = Copier { target, data, notes: notes.clone(), counters };
+        let name = hex(&Sha256::digest(url.as_bytes())[..8]);
+        let notes = Notes { records: data.records(), directory: data.mirrored().join(name) };
+        let tree = Arc::<Mutex<()>>::default();
+        let copier = Copier { target, data, notes, tree: Arc::clone(&tree), counters };
         let (asks, received) = unbounded_channel();
         let (stop, stopped) = oneshot::channel();
-        let failed = |source| RecordError::Thread { name: "record-mirror", source };
-        let (begun, has_begun) = channel();
-        let thread = std::thread::Builder::new()
-            .name("record-mirror".into())
-            .spawn(move || {
-                be_nice();
-                // Here, since a runtime that is dropped on the way would panic in async code.
-                let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-                    Ok(runtime) => runtime,
-                    // Whoever started this waits for the word.
-                    Err(error) => return drop(begun.send(Err(error))),
-                };
-                let _ = begun.send(Ok(()));
-                runtime.block_on(copier.run_until_stopped(received, stopped));
-                // A name that is being looked up would hold up the end.
-                runtime.shutdown_background();
-            })
-            .map_err(failed)?;
-        let begins = has_begun.recv().unwrap_or_else(|_| Err(io::Error::other("the thread ended at once")));
-        begins.map_err(failed)?;
-        Ok((Self { asks, notes, _stop: stop }, thread))
+        let started = event_loop::start("record-mirror".to_owned(), move |runtime| {
+            be_nice();
+            runtime.block_on(copier.run_until_stopped(received, stopped));
+            // A name that is being looked up would hold up the end.
+            runtime.shutdown_background();
+        });
+        let (_, thread) = started.map_err(|source| RecordError::Thread { name: "record-mirror", source })?;
+        Ok((Self { asks, tree, _stop: stop }, thread))
     }
 
     /// Something was sealed, merged or forgotten.
@@ -112,23 +96,21 @@ impl Mirror {
 
     /// While this is held nothing looks at the tree: an hour that is being merged is neither its old self nor its new one.
     pub fn edit(&self) -> MutexGuard<'_, ()> {
-        self.notes.lock()
+        lock(&self.tree)
     }
 }
 
 /// What the store has, by file.
-#[derive(Clone)]
 struct Notes {
     records: PathBuf,
     directory: PathBuf,
-    tree: Arc<Mutex<()>>,
+}
+
+fn lock(tree: &Mutex<()>) -> MutexGuard<'_, ()> {
+    tree.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Notes {
-    fn lock(&self) -> MutexGuard<'_, ()> {
-        self.tree.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// `dt=.../hour=.../NAME` of a file in the tree.
     fn name_of(&self, path: &Path) -> Option<String> {
         Some(path.strip_prefix(&self.records).ok()?.to_string_lossy().into_owned())
@@ -179,7 +161,7 @@ impl Notes {
 /// A file is to be removed from the tree, now, under [`Mirror::edit`]: whatever store has it is to lose it, if not now.
 pub(super) fn removes(data: &DataDir, path: &Path) -> Result<(), RecordError> {
     for directory in entries(&data.mirrored())? {
-        let notes = Notes { records: data.records(), directory, tree: Arc::default() };
+        let notes = Notes { records: data.records(), directory };
         // Without a note nothing of it is in that store.
         if let Some(name) = notes.name_of(path)
             && notes.read(&name)?.is_some()
@@ -221,6 +203,7 @@ struct Copier {
     target: ObjectTarget,
     data: DataDir,
     notes: Notes,
+    tree: Arc<Mutex<()>>,
     counters: Arc<Counters>,
 }
 
@@ -344,7 +327,7 @@ impl Copier {
     }
 
     fn work(&self) -> Result<Work, RecordError> {
-        let _no_edits = self.notes.lock();
+        let _no_edits = lock(&self.tree);
         let mut work = Work { to_copy: Vec::new(), to_remove: Vec::new(), kept: 0 };
         let mut present = BTreeSet::new();
         for path in files(&self.data)? {
@@ -376,7 +359,7 @@ impl Copier {
     async fn copy(&self, name: &str) -> Result<Copied, RecordError> {
         let path = self.data.records().join(name);
         let mut file = {
-            let _no_edits = self.notes.lock();
+            let _no_edits = lock(&self.tree);
             let file = match File::open(&path) {
                 Ok(file) => file,
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Copied::Gone),
@@ -394,7 +377,7 @@ impl Copier {
         metrics::counter!("draftsmith_object_store_bytes_total").increment(bytes);
         metrics::counter!("draftsmith_object_store_files_total", "what" => "copied").increment(1);
         self.counters.copied();
-        let _no_edits = self.notes.lock();
+        let _no_edits = lock(&self.tree);
         if self.notes.read(name)?.as_deref() == Some(GONE) && !path.exists() {
             return Ok(Copied::Gone);
         }

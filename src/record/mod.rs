@@ -14,6 +14,7 @@
 //!   the work is tried again, and recording goes on by itself once the disk does.
 //! - An object store that gets copies of `records/` can be away for as long as it likes: it is brought up to date later.
 
+mod aside;
 mod columns;
 mod edit;
 mod error;

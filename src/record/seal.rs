@@ -16,11 +16,8 @@ use parquet::basic::{Compression, ZstdLevel};
 use parquet::file::metadata::KeyValue;
 use parquet::file::properties::{EnabledStatistics, WriterProperties};
 use parquet::schema::types::ColumnPath;
-use thread_priority::{
-    NormalThreadSchedulePolicy, ThreadPriority, ThreadSchedulePolicy, set_thread_priority_and_policy,
-    thread_native_id,
-};
 
+use super::aside::{aside, be_nice, give_way};
 use super::columns::{SCHEMA_VERSION, SCHEMA_VERSION_KEY, schema, to_batch};
 use super::edit::{self, Compacted, Compactor, Forgotten, Removes, Selection};
 use super::error::RecordError;
@@ -37,8 +34,6 @@ const RETRY: Duration = Duration::from_secs(5);
 const TEMPORARY: &str = "tmp";
 /// With more segments than this waiting, sealing takes its share of the processor's time like any other thread.
 const MOST_WAITING: usize = 4;
-/// The least share of the processor: a sixtieth beside a thread that wants all of it.
-const NICE: i32 = 19;
 
 /// Long texts: their smallest and largest value help no reader.
 const TEXT_COLUMNS: [&str; 11] = [
@@ -414,36 +409,6 @@ pub(super) fn remove_temporaries(wal: &Path) -> Result<(), RecordError> {
         }
     }
     Ok(())
-}
-
-/// Works on a thread that gives way to others: what is sealed is safe on the disk already, and each moment of a
-/// processor would else hold up an answer. A thread of its own, since one that gave way may not take its priority back.
-fn aside<T: Send>(give_way: fn(), work: impl FnOnce() -> T + Send) -> T {
-    let outcome = std::thread::scope(|scope| {
-        let aside = scope.spawn(|| {
-            give_way();
-            work()
-        });
-        aside.join()
-    });
-    outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-}
-
-/// Has the calling thread take a small share beside others that want to run: for work of any length.
-pub(super) fn be_nice() {
-    // On Linux this is the calling thread's own.
-    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-        tracing::debug!(%error, "a thread keeps its priority");
-    }
-}
-
-/// Has the calling thread run when no other wants to: for short work.
-fn give_way() {
-    let idle = ThreadSchedulePolicy::Normal(NormalThreadSchedulePolicy::Idle);
-    let changed = set_thread_priority_and_policy(thread_native_id(), ThreadPriority::Min, idle);
-    if let Err(error) = changed {
-        tracing::debug!(?error, "a thread keeps its priority");
-    }
 }
 
 pub(super) fn spawn(

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value, json};
 
 use super::ReplayError;
+use crate::store::hex;
 
 /// A longer row is refused: it would be damage (an unclosed bracket) rather than a prompt. Bytes.
 const MAX_ROW: usize = 64 << 20;
@@ -362,11 +363,7 @@ fn header_safe(id: &str) -> String {
         return id.to_string();
     }
     use sha2::{Digest, Sha256};
-    let mut text = "sha256-".to_string();
-    for byte in &Sha256::digest(id.as_bytes())[..16] {
-        text.push_str(&format!("{byte:02x}"));
-    }
-    text
+    format!("sha256-{}", hex(&Sha256::digest(id.as_bytes())[..16]))
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use crate::openai::{Choice, RequestView};
 use crate::proxy::{Exchange, Parsed};
 use crate::record::{Privacy, Record, messages_from_json};
 use crate::states::{ChoiceText, RequestSummary};
-use crate::store::is_held_out;
+use crate::store::{hex, is_held_out};
 
 /// `states_status` of a request whose states cannot be told from others'.
 const STATES_WITHOUT_ID: &str = "no_request_id";
@@ -121,12 +121,7 @@ fn conversation_of(exchange: &Exchange, request: &RequestView, messages: Option<
     }
     let opening = messages.and_then(opening_of);
     let key = opening.or_else(|| request.prompt_json.clone()).unwrap_or_else(|| exchange.request_id.clone());
-    let digest = Sha256::digest(key.as_bytes());
-    let mut id = String::from("opening-");
-    for byte in &digest[..12] {
-        id.push_str(&format!("{byte:02x}"));
-    }
-    id
+    format!("opening-{}", hex(&Sha256::digest(key.as_bytes())[..12]))
 }
 
 fn opening_of(messages: &Value) -> Option<String> {

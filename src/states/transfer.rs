@@ -15,6 +15,7 @@ use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 
 use super::StateDtype;
+use crate::store::hex;
 
 /// The value of `format` in the metadata of a file that we read.
 pub const FORMAT: &str = "draftsmith-states-1";
@@ -293,11 +294,7 @@ pub fn checksum(states: &[u8], token_ids: &[u8]) -> String {
     let mut hasher = Sha256::new();
     hasher.update(states);
     hasher.update(token_ids);
-    let mut hex = String::with_capacity(64);
-    for byte in hasher.finalize() {
-        hex.push_str(&format!("{byte:02x}"));
-    }
-    hex
+    hex(&hasher.finalize())
 }
 
 fn parse_token_ids(bytes: &[u8]) -> Result<Vec<u32>, TransferError> {

@@ -99,6 +99,11 @@ pub fn new_id(now: jiff::Timestamp) -> String {
     format!("{}-{}", now.strftime("%Y%m%d-%H%M%S"), &random[24..])
 }
 
+/// Two lower-case digits a byte.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Whether a conversation belongs to the held-out split. Decided by the conversation alone, so that no conversation is
 /// on both sides, in any process, for ever.
 pub fn is_held_out(conversation_id: &str, fraction: f64) -> bool {
