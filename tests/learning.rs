@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 
 use draftsmith::head::file_digest;
-use draftsmith::states::{SampleHeader, StateDtype, StateStore, StoreOptions};
+use draftsmith::states::{NewSample, SampleHeader, StateDtype, StateStore, StoreOptions};
 use rustix::process::{Pid, Signal, kill_process};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -103,11 +103,13 @@ impl Lab {
                 held_out,
                 prompt_length: 4,
                 rows,
+                missing_rows: 0,
                 layers: 4,
                 hidden: HIDDEN,
                 dtype: StateDtype::F32,
                 layer_ids: layer_ids.to_vec(),
                 head_digest: None,
+                drafting: None,
                 captured_at: self.appended as i64,
             };
             // A short cycle of tokens, which a head can learn.
@@ -119,7 +121,15 @@ impl Lab {
                 let says = &self.embedding[*next as usize * HIDDEN..][..HIDDEN];
                 states[(row * 4 + 3) * HIDDEN..][..HIDDEN].copy_from_slice(says);
             }
-            self.store.append(&header, &ids, &bytes(&states)).unwrap();
+            // The same few tokens come with other states each time, so they must not be taken for the same rows.
+            let sample = NewSample {
+                header: &header,
+                token_ids: &ids,
+                first_row: 0,
+                states: &bytes(&states),
+                prefix_salt: &header.request_id,
+            };
+            self.store.append(sample).unwrap();
         }
         self.store.sync().unwrap();
     }

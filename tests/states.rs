@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use draftsmith::states::transfer::{self, FORMAT};
 use draftsmith::states::{
-    ChoiceText, Collector, CollectorOptions, Drafting, Outcome, OutcomeStatus, Reader, RequestSummary,
-    SampleHeader, StateDtype, StateStore, StatesError, StoreOptions,
+    Appended, ChoiceText, Collector, CollectorOptions, Drafting, NewSample, Outcome, OutcomeStatus, Reader,
+    RequestSummary, SampleHeader, StateDtype, StateStore, StatesError, StoreOptions,
 };
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
@@ -30,11 +30,13 @@ fn header(request_id: &str, rows: usize, held_out: bool) -> SampleHeader {
         held_out,
         prompt_length: 2,
         rows,
+        missing_rows: 0,
         layers: LAYERS,
         hidden: HIDDEN,
         dtype: StateDtype::F32,
         layer_ids: vec![2, 30],
         head_digest: None,
+        drafting: None,
         captured_at: 1,
     }
 }
@@ -51,11 +53,19 @@ fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
+/// A sample that shares nothing with those of other requests.
 fn append(store: &mut StateStore, request_id: &str, rows: usize, held_out: bool) -> Result<(), StatesError> {
-    store.append(&header(request_id, rows, held_out), &ids(rows), &bytes(&floats(rows)))
+    let sample = NewSample {
+        header: &header(request_id, rows, held_out),
+        token_ids: &ids(rows),
+        first_row: 0,
+        states: &bytes(&floats(rows)),
+        prefix_salt: request_id,
+    };
+    store.append(sample).map(drop)
 }
 
-fn shards(directory: &Path) -> Vec<PathBuf> {
+fn segments(directory: &Path) -> Vec<PathBuf> {
     let mut paths: Vec<PathBuf> = fs::read_dir(directory)
         .unwrap()
         .map(|entry| entry.unwrap().path())
@@ -63,6 +73,17 @@ fn shards(directory: &Path) -> Vec<PathBuf> {
         .collect();
     paths.sort();
     paths
+}
+
+/// All that the store wrote.
+fn files(directory: &Path) -> Vec<PathBuf> {
+    let mut paths = segments(directory);
+    paths.push(index(directory));
+    paths
+}
+
+fn index(directory: &Path) -> PathBuf {
+    directory.join("samples.index")
 }
 
 fn names(reader: &Reader) -> Vec<String> {
@@ -79,7 +100,9 @@ fn samples_come_back_as_they_went_in() {
     let mut narrow = header("b", 3, true);
     narrow.dtype = StateDtype::Bf16;
     narrow.head_digest = Some("head".to_string());
-    store.append(&narrow, &ids(3), &raw).unwrap();
+    let sample =
+        NewSample { header: &narrow, token_ids: &ids(3), first_row: 0, states: &raw, prefix_salt: "" };
+    store.append(sample).unwrap();
 
     let reader = Reader::open(directory.path()).unwrap();
     let by_name: HashMap<String, usize> = names(&reader).into_iter().zip(0..).collect();
@@ -91,8 +114,8 @@ fn samples_come_back_as_they_went_in() {
     assert_eq!(reader.verify().unwrap().samples, 2);
     assert!(reader.verify().unwrap().damaged.is_empty());
     assert!(matches!(reader.load(2), Err(StatesError::NoSuchSample { index: 2, len: 2 })));
-    for shard in shards(directory.path()) {
-        assert_eq!(fs::metadata(shard).unwrap().permissions().mode() & 0o777, 0o600);
+    for file in files(directory.path()) {
+        assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600);
     }
 }
 
@@ -106,10 +129,14 @@ fn one_writer_no_duplicates_no_wrong_shapes() {
     ));
     append(&mut store, "a", 5, false).unwrap();
     assert!(matches!(append(&mut store, "a", 5, false), Err(StatesError::Duplicate { .. })));
-    let wrong = store.append(&header("b", 5, false), &ids(4), &bytes(&floats(5)));
-    assert!(matches!(wrong, Err(StatesError::Shape { .. })));
-    let wrong = store.append(&header("b", 5, false), &ids(5), &bytes(&floats(4)));
-    assert!(matches!(wrong, Err(StatesError::Shape { .. })));
+    let header = header("b", 5, false);
+    let mut wrong = |ids: usize, first_row: usize, rows: usize| {
+        let (token_ids, states) = (self::ids(ids), bytes(&floats(rows)));
+        let sample =
+            NewSample { header: &header, token_ids: &token_ids, first_row, states: &states, prefix_salt: "" };
+        assert!(matches!(store.append(sample), Err(StatesError::Shape { .. })), "{ids} {first_row} {rows}");
+    };
+    [(4, 0, 5), (5, 0, 4), (5, 1, 5), (5, 5, 0), (0, 0, 0)].map(|(ids, first_row, rows)| wrong(ids, first_row, rows));
     drop(store);
     // The next run knows what is stored.
     let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
@@ -118,74 +145,217 @@ fn one_writer_no_duplicates_no_wrong_shapes() {
     assert_eq!(names(&Reader::open(directory.path()).unwrap()), ["a", "b"]);
 }
 
-#[test]
-fn a_tail_cut_at_any_byte_costs_the_tail_alone() {
-    let directory = tempfile::tempdir().unwrap();
-    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+/// Two samples, one after the other; the lengths of segment and index between them.
+fn two_samples(directory: &Path) -> (u64, u64) {
+    let mut store = StateStore::open(directory, StoreOptions::default()).unwrap();
     append(&mut store, "a", 3, false).unwrap();
-    let first_end = store.stats().bytes as usize;
+    let length = |path: &Path| fs::metadata(path).unwrap().len();
+    let ends = (length(&segments(directory)[0]), length(&index(directory)));
     append(&mut store, "b", 3, false).unwrap();
+    ends
+}
+
+/// What a reader, and then a writer, make of the directory as it is.
+fn check_damaged(directory: &Path, wanted: &[&str], what: &str) {
+    let reader = Reader::open(directory).unwrap();
+    let readable: Vec<String> = (0..reader.index().len())
+        .filter_map(|index| reader.load(index).ok())
+        .map(|sample| {
+            assert_eq!(sample.states, floats(3), "{what}");
+            sample.header.request_id
+        })
+        .collect();
+    assert_eq!(readable, wanted, "{what}: read");
+    let mut store = StateStore::open(directory, StoreOptions::default()).unwrap();
+    for name in ["a", "b"] {
+        assert_eq!(store.contains(name, 0), wanted.contains(&name), "{what}: {name} after recovery");
+    }
+    append(&mut store, "c", 3, false).unwrap();
     drop(store);
-    let shard = shards(directory.path()).remove(0);
-    let whole = fs::read(&shard).unwrap();
-    for length in 0..=whole.len() {
-        fs::write(&shard, &whole[..length]).unwrap();
-        let reader = Reader::open(directory.path()).unwrap();
-        let wanted = if length == whole.len() {
-            2
-        } else if length >= first_end {
-            1
-        } else {
-            0
-        };
-        assert_eq!(reader.index().len(), wanted, "cut at {length}");
-        for index in 0..wanted {
-            reader.load(index).unwrap();
+    let reader = Reader::open(directory).unwrap();
+    assert!(reader.verify().unwrap().damaged.is_empty(), "{what}: {:?}", reader.verify().unwrap());
+    assert_eq!(reader.index().len(), wanted.len() + 1, "{what}");
+    assert_eq!(reader.load(wanted.len()).unwrap().states, floats(3), "{what}");
+}
+
+#[test]
+fn an_end_cut_at_any_byte_costs_the_last_sample_alone() {
+    let directory = tempfile::tempdir().unwrap();
+    let (segment_end, index_end) = two_samples(directory.path());
+    let (segment, index) = (segments(directory.path()).remove(0), index(directory.path()));
+    let (blocks, samples) = (fs::read(&segment).unwrap(), fs::read(&index).unwrap());
+    for length in segment_end as usize..=blocks.len() {
+        // The next writer deletes what is empty, so all is put back each time.
+        for file in files(directory.path()) {
+            fs::remove_file(file).unwrap();
         }
-        let store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
-        assert_eq!(store.stats().train_samples, wanted, "cut at {length}");
-        drop(store);
-        assert!(
-            Reader::open(directory.path()).unwrap().verify().unwrap().damaged.is_empty(),
-            "cut at {length}"
-        );
+        fs::write(&segment, &blocks[..length]).unwrap();
+        fs::write(&index, &samples).unwrap();
+        let wanted: &[&str] = if length == blocks.len() { &["a", "b"] } else { &["a"] };
+        check_damaged(directory.path(), wanted, &format!("segment cut at {length}"));
+    }
+    for length in 0..=samples.len() {
+        for file in files(directory.path()) {
+            fs::remove_file(file).unwrap();
+        }
+        fs::write(&segment, &blocks).unwrap();
+        fs::write(&index, &samples[..length]).unwrap();
+        let wanted: &[&str] = if length == samples.len() {
+            &["a", "b"]
+        } else if length >= index_end as usize {
+            &["a"]
+        } else {
+            &[]
+        };
+        check_damaged(directory.path(), wanted, &format!("index cut at {length}"));
     }
 }
 
 #[test]
-fn any_flipped_bit_is_seen_and_costs_no_earlier_sample() {
+fn any_flipped_bit_is_seen_and_costs_no_other_sample() {
+    let directory = tempfile::tempdir().unwrap();
+    let (segment_end, index_end) = two_samples(directory.path());
+    for (path, end) in
+        [(segments(directory.path()).remove(0), segment_end), (index(directory.path()), index_end)]
+    {
+        let whole = fs::read(&path).unwrap();
+        for position in end as usize..whole.len() {
+            for bit in [0, 7] {
+                let mut damaged = whole.clone();
+                damaged[position] ^= 1 << bit;
+                fs::write(&path, &damaged).unwrap();
+                let what = format!("{}: byte {position} bit {bit}", path.display());
+                let reader = Reader::open(directory.path()).unwrap();
+                assert_eq!(reader.load(0).unwrap().states, floats(3), "{what}");
+                assert!(reader.load(1).is_err(), "{what}");
+                assert!(!reader.verify().unwrap().damaged.is_empty(), "{what}");
+            }
+        }
+        // Damage in the middle leaves later samples readable.
+        let mut damaged = whole.clone();
+        damaged[end as usize - 1] ^= 1;
+        fs::write(&path, &damaged).unwrap();
+        let reader = Reader::open(directory.path()).unwrap();
+        let last = reader.index().len() - 1;
+        assert_eq!(reader.load(last).unwrap().header.request_id, "b");
+        assert!(last == 0 || matches!(reader.load(0), Err(StatesError::Damaged { .. })));
+        fs::write(&path, &whole).unwrap();
+    }
+}
+
+/// Turn after turn of one conversation: the tokens of each begin with those of the one before.
+fn turn(store: &mut StateStore, request_id: &str, rows: usize, first_row: usize) -> Result<Appended, StatesError> {
+    let states = bytes(&floats(rows)[first_row * LAYERS * HIDDEN..]);
+    store.append(NewSample {
+        header: &header(request_id, rows, false),
+        token_ids: &ids(rows),
+        first_row,
+        states: &states,
+        prefix_salt: "",
+    })
+}
+
+#[test]
+fn what_requests_have_in_common_is_stored_once() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
-    append(&mut store, "a", 2, false).unwrap();
-    let first_end = store.stats().bytes as usize;
-    append(&mut store, "b", 2, false).unwrap();
-    drop(store);
-    let shard = shards(directory.path()).remove(0);
-    let whole = fs::read(&shard).unwrap();
-    for position in first_end..whole.len() {
-        for bit in [0, 7] {
-            let mut damaged = whole.clone();
-            damaged[position] ^= 1 << bit;
-            fs::write(&shard, &damaged).unwrap();
-            let reader = Reader::open(directory.path()).unwrap();
-            assert_eq!(reader.load(0).unwrap().states, floats(2), "byte {position} bit {bit}");
-            assert!(reader.load(1).is_err(), "byte {position} bit {bit}");
-            assert_eq!(reader.verify().unwrap().damaged.len(), 1, "byte {position} bit {bit}");
-        }
-    }
-    // Damage in the middle of the payload leaves later samples readable.
-    let mut damaged = whole;
-    damaged[first_end - 1] ^= 1;
-    fs::write(&shard, &damaged).unwrap();
+    let appended =
+        |new_rows, shared_rows, missing_rows| Appended { new_rows, shared_rows, missing_rows };
+    assert_eq!(turn(&mut store, "1", 40, 0).unwrap(), appended(40, 0, 0));
+    // Its last 8 rows were no full block.
+    assert_eq!(turn(&mut store, "2", 100, 0).unwrap(), appended(68, 32, 0));
+    assert_eq!(turn(&mut store, "3", 150, 96).unwrap(), appended(54, 96, 0));
+    assert_eq!(turn(&mut store, "the same once more", 150, 0).unwrap(), appended(0, 150, 0));
     let reader = Reader::open(directory.path()).unwrap();
-    assert!(matches!(reader.load(0), Err(StatesError::Damaged { .. })));
-    assert_eq!(reader.load(1).unwrap().states, floats(2));
+    for (index, rows) in [40, 100, 150, 150].into_iter().enumerate() {
+        let sample = reader.load(index).unwrap();
+        assert_eq!((sample.token_ids, sample.states), (ids(rows), floats(rows)));
+    }
+    let stats = reader.stats().unwrap();
+    let row_bytes = (LAYERS * HIDDEN * 4) as u64;
+    assert_eq!((stats.tokens, stats.whole_bytes), (440, 440 * row_bytes));
+    assert!(stats.bytes < 2 * 162 * row_bytes + 4 * 1500, "{stats:?}");
+    // Nothing of this is lost with the first ones.
+    store.forget(|header| header.request_id == "1" || header.request_id == "2").unwrap();
+    let reader = Reader::open(directory.path()).unwrap();
+    assert_eq!(reader.load(0).unwrap().states, floats(150));
+    store.forget(|_| true).unwrap();
+    assert_eq!(segments(directory.path()).len(), 0, "no row outlives its last sample");
+}
+
+#[test]
+fn a_missing_prefix_makes_a_sample_partial() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    // vLLM's blocks need not be ours: the rows of ours that begins at 32 are not all there.
+    let appended = turn(&mut store, "1", 100, 40).unwrap();
+    assert_eq!(appended, Appended { new_rows: 52, shared_rows: 0, missing_rows: 48 });
+    let sample = Reader::open(directory.path()).unwrap().load(0).unwrap();
+    assert_eq!((sample.header.rows, sample.header.missing_rows, sample.header.prompt_length), (52, 48, 1));
+    assert_eq!(sample.token_ids, ids(100)[48..]);
+    assert_eq!(sample.states, floats(100)[48 * LAYERS * HIDDEN..]);
+    assert!(matches!(turn(&mut store, "2", 40, 39), Err(StatesError::NoCompleteRows { missing: 40, .. })));
+    // Once somebody gives the whole, later ones are whole again.
+    assert_eq!(turn(&mut store, "3", 100, 0).unwrap().missing_rows, 0);
+    assert_eq!(turn(&mut store, "4", 120, 100).unwrap().missing_rows, 0, "rows 96 to 99 came with the one before");
+    assert_eq!(Reader::open(directory.path()).unwrap().load(2).unwrap().states, floats(120));
+}
+
+#[test]
+fn badly_accepted_samples_stay_longer() {
+    let directory = tempfile::tempdir().unwrap();
+    let options =
+        StoreOptions { segment_bytes: 4_000, quota_bytes: 64_000, held_out_quota_bytes: 8_000 };
+    let mut store = StateStore::open(directory.path(), options).unwrap();
+    for number in 0..200 {
+        let mut header = header(&number.to_string(), 16, false);
+        let accepted_tokens = if number % 2 == 0 { 0 } else { 30 };
+        header.drafting = Some(Drafting { drafts: 10, drafted_tokens: 30, accepted_tokens });
+        let (token_ids, states) = (ids(16), bytes(&floats(16)));
+        let sample = NewSample {
+            header: &header,
+            token_ids: &token_ids,
+            first_row: 0,
+            states: &states,
+            prefix_salt: &header.request_id,
+        };
+        store.append(sample).unwrap();
+    }
+    let kept: Vec<usize> =
+        names(&Reader::open(directory.path()).unwrap()).iter().map(|name| name.parse().unwrap()).collect();
+    let refused = kept.iter().filter(|number| *number % 2 == 0).count();
+    assert!(kept.contains(&199) && kept.contains(&198), "{kept:?}");
+    assert!(refused > kept.len() * 11 / 20, "{refused} of {}", kept.len());
+    let oldest = |odd: usize| kept.iter().filter(|number| *number % 2 == odd).min().unwrap();
+    assert!(oldest(0) < oldest(1), "{kept:?}");
+}
+
+#[test]
+fn a_crash_while_a_segment_is_emptied_leaves_each_block_once() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    append(&mut store, "a", 20, false).unwrap();
+    append(&mut store, "b", 20, false).unwrap();
+    let old = segments(directory.path()).remove(0);
+    let old_bytes = fs::read(&old).unwrap();
+    store.forget(|header| header.request_id == "a").unwrap();
+    drop(store);
+    // The copy was made, and the old segment not yet deleted.
+    assert!(!old.exists());
+    fs::write(&old, old_bytes).unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    assert!(store.contains("b", 0) && !store.contains("a", 0));
+    assert!(store.compact().unwrap() > 0);
+    drop(store);
+    let reader = Reader::open(directory.path()).unwrap();
+    assert_eq!(reader.load(0).unwrap().states, floats(20));
+    assert!(reader.verify().unwrap().damaged.is_empty());
 }
 
 #[test]
 fn a_reader_follows_the_writer_and_meets_eviction() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions { shard_bytes: 2_000, quota_bytes: 16_000, held_out_quota_bytes: 4_000 };
+    let options = StoreOptions { segment_bytes: 2_000, quota_bytes: 16_000, held_out_quota_bytes: 4_000 };
     let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
     let mut reader = Reader::open(directory.path()).unwrap();
     assert!(reader.index().is_empty());
@@ -199,10 +369,14 @@ fn a_reader_follows_the_writer_and_meets_eviction() {
         append(&mut store, &i.to_string(), 5, false).unwrap();
         assert!(store.stats().bytes <= options.quota_bytes);
         let on_disk: u64 =
-            shards(directory.path()).iter().map(|path| fs::metadata(path).unwrap().len()).sum();
+            files(directory.path()).iter().map(|path| fs::metadata(path).unwrap().len()).sum();
         assert_eq!(on_disk, store.stats().bytes);
     }
-    assert!(matches!(reader.load(oldest), Err(StatesError::Evicted { .. })));
+    // Whether its bytes are still there or not, what it gives is right.
+    match reader.load(oldest) {
+        Ok(sample) => assert_eq!(sample.states, floats(5)),
+        Err(error) => assert!(matches!(error, StatesError::Evicted { .. }), "{error}"),
+    }
     let refreshed = reader.refresh().unwrap();
     assert!(refreshed.removed >= 1 && refreshed.added >= 10, "{refreshed:?}");
     assert!(names(&reader).contains(&"99".to_string()));
@@ -219,7 +393,7 @@ fn a_reader_follows_the_writer_and_meets_eviction() {
 #[test]
 fn held_out_samples_have_a_quota_of_their_own() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions { shard_bytes: 1 << 20, quota_bytes: 40_000, held_out_quota_bytes: 8_000 };
+    let options = StoreOptions { segment_bytes: 1 << 20, quota_bytes: 40_000, held_out_quota_bytes: 8_000 };
     let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
     append(&mut store, "train", 5, false).unwrap();
     for i in 0..60 {
@@ -235,7 +409,7 @@ fn held_out_samples_have_a_quota_of_their_own() {
 #[test]
 fn a_concurrent_reader_never_sees_a_broken_sample() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions { shard_bytes: 20_000, quota_bytes: 200_000, held_out_quota_bytes: 20_000 };
+    let options = StoreOptions { segment_bytes: 20_000, quota_bytes: 200_000, held_out_quota_bytes: 20_000 };
     let mut store = StateStore::open(directory.path(), options).unwrap();
     let path = directory.path().to_path_buf();
     let writer = std::thread::spawn(move || {
@@ -268,7 +442,7 @@ fn a_concurrent_reader_never_sees_a_broken_sample() {
 }
 
 #[test]
-fn forgetting_rewrites_shards() {
+fn forgetting_leaves_nothing_on_the_disk() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
     for name in ["a", "b", "c"] {
@@ -283,14 +457,14 @@ fn forgetting_rewrites_shards() {
     append(&mut store, "d", 4, false).unwrap();
     reader.refresh().unwrap();
     assert_eq!(names(&reader), ["a", "c", "d"]);
-    let raw: Vec<u8> = shards(directory.path()).iter().flat_map(|path| fs::read(path).unwrap()).collect();
+    let raw: Vec<u8> = files(directory.path()).iter().flat_map(|path| fs::read(path).unwrap()).collect();
     assert!(!raw.windows(17).any(|window| window == b"conversation of b"));
 }
 
 #[test]
 fn a_foreign_file_is_left_alone() {
     let directory = tempfile::tempdir().unwrap();
-    let foreign = directory.path().join("train-0000000000000001.states");
+    let foreign = directory.path().join("blocks-0000000000000001.states");
     fs::write(&foreign, b"something else entirely").unwrap();
     let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
     append(&mut store, "a", 2, false).unwrap();
@@ -332,8 +506,14 @@ impl Lab {
         self.outcomes.recv_timeout(Duration::from_secs(20)).expect("no outcome came")
     }
 
+    /// All but the collector's own.
     fn files(&self) -> usize {
-        fs::read_dir(self.transfer.path()).unwrap().count()
+        let names = fs::read_dir(self.transfer.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        names.filter(|name| name != transfer::RESEND).count()
+    }
+
+    fn resend(&self) -> std::time::SystemTime {
+        fs::metadata(self.transfer.path().join(transfer::RESEND)).unwrap().modified().unwrap()
     }
 }
 
@@ -347,6 +527,7 @@ struct Fake {
     layer_ids: String,
     token_ids: Vec<i64>,
     prompt: usize,
+    first_row: usize,
     rows: usize,
     states: Vec<f32>,
     sha256: Option<String>,
@@ -360,6 +541,7 @@ fn fake(internal_id: &str) -> Fake {
         layer_ids: "[2, 30]".to_string(),
         token_ids: vec![1, 2, 3, 4, 5, 6, 0],
         prompt: 4,
+        first_row: 0,
         rows: 6,
         states: floats(6),
         sha256: None,
@@ -377,6 +559,8 @@ impl Fake {
             ("request_id".to_string(), self.internal_id.clone()),
             ("layer_ids".to_string(), self.layer_ids.clone()),
             ("prompt_tokens".to_string(), self.prompt.to_string()),
+            ("first_row".to_string(), self.first_row.to_string()),
+            ("prefix_salt".to_string(), String::new()),
             ("sha256".to_string(), sha256),
             ("head_digest".to_string(), "abc".to_string()),
         ]);
@@ -553,6 +737,36 @@ fn each_fault_has_its_reason_and_the_file_goes() {
 }
 
 #[test]
+fn a_prefix_that_is_not_here_is_asked_for_again() {
+    let lab = lab(|_| {}, false);
+    let first_asked = lab.resend();
+    let conversation = |request_id: &str, rows: usize, first_row: usize| {
+        let mut file = fake(&format!("chatcmpl-{request_id}-0123abcd"));
+        file.token_ids = (0..=rows as i64).map(|id| id % 7).collect();
+        file.prompt = rows - 1;
+        file.first_row = first_row;
+        file.rows = rows - first_row;
+        file.states = floats(rows)[first_row * LAYERS * HIDDEN..].to_vec();
+        lab.collector.expect(request(request_id, 1));
+        file.publish(lab.transfer.path());
+        let outcome = lab.next();
+        assert_eq!(outcome.prompt_ids.len() + outcome.output_ids.len(), rows + 1, "all ids, whatever the rows");
+        outcome.status
+    };
+    assert_eq!(conversation("first", 40, 0), OutcomeStatus::Stored);
+    assert_eq!(conversation("second", 60, 32), OutcomeStatus::Stored);
+    assert_eq!(lab.resend(), first_asked, "all was here");
+    assert_eq!(conversation("after-a-lost-one", 100, 80), OutcomeStatus::Stored);
+    assert_ne!(lab.resend(), first_asked);
+    let reader = Reader::open(lab.store.path()).unwrap();
+    let missing: Vec<usize> = reader.index().iter().map(|entry| entry.header.missing_rows).collect();
+    assert_eq!(missing, [0, 0, 80]);
+    assert_eq!(reader.load(1).unwrap().states, floats(60));
+    let files: Vec<_> = fs::read_dir(lab.transfer.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(files, [transfer::RESEND], "no temporary file stays");
+}
+
+#[test]
 fn links_are_not_followed() {
     let outside = tempfile::tempdir().unwrap();
     let secret = outside.path().join("secret.safetensors");
@@ -620,15 +834,16 @@ fn tool_calls_skip_the_text_check_and_reasoning_is_checked() {
 }
 
 #[test]
-fn a_shard_damaged_under_the_index_is_a_typed_error() {
+fn damage_under_a_reader_is_a_typed_error() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
     append(&mut store, "a", 2, false).unwrap();
     let reader = Reader::open(directory.path()).unwrap();
-    let shard = shards(directory.path()).remove(0);
-    let file = fs::OpenOptions::new().write(true).open(&shard).unwrap();
-    file.write_all_at(b"xx", 20).unwrap();
+    reader.load(0).unwrap();
+    let segment = segments(directory.path()).remove(0);
+    let file = fs::OpenOptions::new().write(true).open(&segment).unwrap();
+    file.write_all_at(b"xx", 60).unwrap();
     assert!(matches!(reader.load(0), Err(StatesError::Damaged { .. })));
     file.set_len(30).unwrap();
-    assert!(matches!(reader.load(0), Err(StatesError::Damaged { .. })));
+    assert!(matches!(reader.load(0), Err(StatesError::Evicted { .. })));
 }

@@ -433,7 +433,7 @@ fn a_store_that_another_process_writes_is_refused() {
 fn what_the_quota_cannot_hold_is_not_computed() {
     let site = Site::new((0..40).map(|number| record(&number.to_string(), &[1, number], &[3, 4])).collect());
     let mut config = File::options().append(true).open(site.path("draftsmith.toml")).unwrap();
-    write!(config, "[states]\nshard_bytes = 1000\nquota_bytes = 8000\n").unwrap();
+    write!(config, "[states]\nsegment_bytes = 1000\nquota_bytes = 8000\n").unwrap();
     let (code, report) = report(&site.backfill(&serve_stock(site.transfer()), &[]));
     // Three quarters for training, less an eighth; 3 rows of 4 layers of 4 values of 4 bytes each.
     assert_eq!((code, &report["stored"], &report["beyond_quota"]), (0, &json!(27), &json!(13)), "{report}");

@@ -22,7 +22,7 @@ use crate::config::Config;
 use crate::head::VerifierShape;
 use crate::record::{self, Row, Rows, Split};
 use crate::states::{
-    Expected, OutcomeStatus, Reader, SampleKey, StateDtype, StateStore, StockSample, StoreOptions,
+    Expected, OutcomeStatus, Reader, SampleKey, StateStore, StockSample, StoreOptions,
     TransferFile, store_stock,
 };
 use crate::store::DataDir;
@@ -30,6 +30,8 @@ use crate::vllm::{Client, ClientError, Timeouts};
 
 /// A run of failures this long means that the set-up is wrong rather than a record.
 const GIVE_UP_AFTER: u64 = 20;
+/// Of one value, until a file shows what it is.
+const F32_BYTES: usize = 4;
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// What to fill in, and from where.
@@ -222,8 +224,8 @@ impl Backfill {
                 data.states().display()
             );
         }
-        // A shard less than the quota, so that the store need not evict for what is sent.
-        let budget = |quota: u64| Budget { left: quota - quota / 8 };
+        // Less than what the store fills before it evicts.
+        let budget = |quota: u64| Budget { left: quota - quota / 4 };
         Ok(Self {
             rows: record::newest_rows(&data)?,
             store,
@@ -235,7 +237,7 @@ impl Backfill {
             remaining: options.limit.unwrap_or(usize::MAX),
             train: budget(bounds.quota_bytes - bounds.held_out_quota_bytes),
             held_out: budget(bounds.held_out_quota_bytes),
-            row_bytes: (layer_ids.len() * shape.hidden_size * StateDtype::F32.size()) as u64,
+            row_bytes: (layer_ids.len() * shape.hidden_size * F32_BYTES) as u64,
             layer_ids,
             failures_in_a_row: 0,
             report: BackfillReport::default(),
@@ -312,7 +314,7 @@ impl Backfill {
         };
         let status = store_stock(&mut self.store, &mut self.expected, key, file);
         if status == OutcomeStatus::Stored {
-            self.row_bytes = (file.layers * file.hidden * file.dtype.size()) as u64;
+            self.row_bytes = file.states.len() as u64 / file.rows as u64;
             self.report.tokens += file.rows as u64;
         }
         status

@@ -109,14 +109,14 @@ pub(super) fn check(config: &Config) -> Result<(), ConfigError> {
     }
 
     let states = &config.states;
-    positive("states.shard_bytes", states.shard_bytes)?;
+    positive("states.segment_bytes", states.segment_bytes)?;
     positive("states.unmatched_seconds", states.unmatched_seconds)?;
-    let holds_a_shard = states.quota_bytes >= 2 * states.shard_bytes;
+    let holds_two = states.quota_bytes >= 2 * states.segment_bytes;
     require(
-        holds_a_shard,
+        holds_two,
         "states.quota_bytes",
         &states.quota_bytes,
-        "give room for at least two of states.shard_bytes",
+        "give room for at least two of states.segment_bytes",
     )?;
 
     let train = &config.train;

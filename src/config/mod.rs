@@ -236,9 +236,9 @@ pub enum Kept {
 pub struct StatesConfig {
     /// Where the plugin hands over its files; the same directory as in `draftsmith vllm args`. None: no states.
     pub transfer_directory: Option<PathBuf>,
-    /// The size of one shard, in bytes.
-    pub shard_bytes: u64,
-    /// All shards together, in bytes; the oldest go first, held-out ones last.
+    /// The size of one segment, the files that states are kept in, in bytes.
+    pub segment_bytes: u64,
+    /// All files together, in bytes; old samples whose drafts fared well go first, held-out ones last.
     pub quota_bytes: u64,
     /// A file that no request claims is deleted after this, in seconds.
     pub unmatched_seconds: u64,
@@ -370,7 +370,7 @@ impl Default for StatesConfig {
     fn default() -> Self {
         Self {
             transfer_directory: None,
-            shard_bytes: 256 << 20,
+            segment_bytes: 256 << 20,
             quota_bytes: 32 << 30,
             unmatched_seconds: 60,
         }

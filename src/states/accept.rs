@@ -2,7 +2,7 @@
 
 use super::store::now_milliseconds;
 use super::transfer::{TransferError, TransferFile};
-use super::{SampleHeader, StateDtype, StateStore, StatesError};
+use super::{NewSample, SampleHeader, StateStore, StatesError, values};
 
 /// Why a sample was stored or not; also the reasons by which failures are counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -37,6 +37,8 @@ pub enum OutcomeStatus {
     NotFinite,
     Duplicate,
     TooLarge,
+    /// All of its rows come before one that is to be had nowhere.
+    Incomplete,
     /// The store could not be written.
     StoreError,
 }
@@ -62,6 +64,7 @@ impl OutcomeStatus {
             Self::NotFinite => "not_finite",
             Self::Duplicate => "duplicate",
             Self::TooLarge => "too_large",
+            Self::Incomplete => "incomplete",
             Self::StoreError => "store_error",
         }
     }
@@ -107,7 +110,7 @@ impl Expected {
         if self.hidden_size.is_some_and(|wanted| wanted != file.hidden) {
             return Err(OutcomeStatus::HiddenSize);
         }
-        if !all_finite(file.dtype, &file.states) {
+        if !values::all_finite(file.dtype, &file.states) {
             return Err(OutcomeStatus::NotFinite);
         }
         // Where nothing was configured, the first good file decides.
@@ -128,15 +131,29 @@ pub struct SampleKey<'a> {
     pub held_out: bool,
 }
 
+/// What came of a file.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Accepted {
+    pub status: OutcomeStatus,
+    /// Rows that vLLM believes to be here, and that are not.
+    pub missing_rows: usize,
+}
+
+impl From<OutcomeStatus> for Accepted {
+    fn from(status: OutcomeStatus) -> Self {
+        Self { status, missing_rows: 0 }
+    }
+}
+
 /// Checks the states of a file whose ids are good, and stores them.
 pub(super) fn check_and_store(
     store: &mut StateStore,
     expected: &mut Expected,
     key: SampleKey<'_>,
     file: &TransferFile,
-) -> OutcomeStatus {
+) -> Accepted {
     if let Err(status) = expected.check_states(file) {
-        return status;
+        return status.into();
     }
     let header = SampleHeader {
         request_id: key.request_id.to_owned(),
@@ -146,35 +163,43 @@ pub(super) fn check_and_store(
         held_out: key.held_out,
         prompt_length: file.prompt_length,
         rows: file.rows,
+        missing_rows: 0,
         layers: file.layers,
         hidden: file.hidden,
         dtype: file.dtype,
         layer_ids: file.layer_ids.clone(),
         head_digest: file.head_digest.clone(),
+        drafting: file.drafting,
         captured_at: now_milliseconds(),
     };
-    match store.append(&header, &file.token_ids, &file.states) {
-        Ok(()) => {
+    let sample = NewSample {
+        header: &header,
+        token_ids: &file.token_ids,
+        first_row: file.first_row,
+        states: &file.states,
+        prefix_salt: &file.prefix_salt,
+    };
+    match store.append(sample) {
+        Ok(appended) => {
+            count_rows("new", appended.new_rows);
+            count_rows("shared", appended.shared_rows);
+            count_rows("missing", appended.missing_rows);
             let tokens = file.token_ids.len() - file.prompt_length;
             metrics::counter!("draftsmith_states_output_tokens_total").increment(tokens as u64);
-            OutcomeStatus::Stored
+            Accepted { status: OutcomeStatus::Stored, missing_rows: appended.missing_rows }
         }
-        Err(StatesError::Duplicate { .. }) => OutcomeStatus::Duplicate,
-        Err(StatesError::TooLarge { .. }) => OutcomeStatus::TooLarge,
+        Err(StatesError::Duplicate { .. }) => OutcomeStatus::Duplicate.into(),
+        Err(StatesError::TooLarge { .. }) => OutcomeStatus::TooLarge.into(),
+        Err(StatesError::NoCompleteRows { missing, .. }) => {
+            Accepted { status: OutcomeStatus::Incomplete, missing_rows: missing }
+        }
         Err(error) => {
             tracing::warn!("{error}");
-            OutcomeStatus::StoreError
+            OutcomeStatus::StoreError.into()
         }
     }
 }
 
-fn all_finite(dtype: StateDtype, states: &[u8]) -> bool {
-    match dtype {
-        StateDtype::F32 => {
-            states.as_chunks::<4>().0.iter().all(|value| f32::from_le_bytes(*value).is_finite())
-        }
-        StateDtype::Bf16 => {
-            states.as_chunks::<2>().0.iter().all(|value| half::bf16::from_le_bytes(*value).is_finite())
-        }
-    }
+fn count_rows(kind: &'static str, rows: usize) {
+    metrics::counter!("draftsmith_states_rows_total", "kind" => kind).increment(rows as u64);
 }

@@ -249,6 +249,7 @@ struct WaitingFile {
 
 impl Worker {
     fn run(&mut self, receiver: &Receiver<Message>) {
+        self.ask_for_whole_requests();
         self.scan();
         loop {
             let message = match self.next_deadline() {
@@ -315,6 +316,15 @@ impl Worker {
         }
     }
 
+    /// Tells the plugin that rows which it gave before may not be here: files of an earlier run, or of a request that was
+    /// refused, or evicted since. From now on it gives each prefix again once.
+    fn ask_for_whole_requests(&self) {
+        let path = self.options.transfer_directory.join(transfer::RESEND);
+        if let Err(error) = crate::store::publish(&path, b"") {
+            tracing::warn!("cannot write {}: {error}; samples whose prefix is missing stay partial", path.display());
+        }
+    }
+
     /// Looks at all files of the directory.
     fn scan(&mut self) {
         let directory = self.options.transfer_directory.clone();
@@ -327,8 +337,11 @@ impl Worker {
         };
         for entry in entries.flatten() {
             let path = entry.path();
-            let hidden = entry.file_name().as_encoded_bytes().starts_with(b".");
-            if hidden {
+            let file_name = entry.file_name();
+            if file_name == transfer::RESEND {
+                continue;
+            }
+            if file_name.as_encoded_bytes().starts_with(b".") {
                 self.remove_if_abandoned(&path);
             } else {
                 self.file(&path);
@@ -465,7 +478,7 @@ impl Worker {
         outcome.output_ids = file.token_ids[file.prompt_length..].to_vec();
         outcome.drafting = file.drafting;
         outcome.head_digest = file.head_digest.clone().filter(|_| !file.head_swapped);
-        outcome.status = match u32::try_from(choice_index) {
+        let accepted = match u32::try_from(choice_index) {
             Ok(choice_index) => {
                 let key = SampleKey {
                     request_id: &summary.request_id,
@@ -476,8 +489,13 @@ impl Worker {
                 };
                 accept::check_and_store(&mut self.store, &mut self.options.expected, key, &file)
             }
-            Err(_) => OutcomeStatus::UnexpectedChoice,
+            Err(_) => OutcomeStatus::UnexpectedChoice.into(),
         };
+        outcome.status = accepted.status;
+        if accepted.missing_rows > 0 {
+            metrics::counter!("draftsmith_states_partial_total").increment(1);
+            self.ask_for_whole_requests();
+        }
         if outcome.status != OutcomeStatus::Stored {
             tracing::warn!(
                 request_id = summary.request_id,

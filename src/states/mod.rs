@@ -1,34 +1,39 @@
-//! Hidden states: collecting from vLLM, verifying, bounded shards, reading samples.
+//! Hidden states: collecting from vLLM, verifying, storing what they share once, reading samples.
 //!
 //! vLLM's plugin publishes one file for each finished request into a transfer directory ([`transfer`]). The
 //! [`Collector`] matches the files to the requests that the proxy saw, verifies them and appends them to the
-//! [`StateStore`] (bounded, append-only shards, one writer). A [`Reader`], also in another process, sees the samples as
-//! they are appended. Where there is no plugin, a [`StockSample`] takes what a second vLLM's own connector wrote; both
-//! ways end in the same checks.
+//! [`StateStore`] (bounded, one writer; what requests have in common is stored once, see `block.rs`). A [`Reader`], also in
+//! another process, sees the samples as they are appended. Where there is no plugin, a [`StockSample`] takes what a second
+//! vLLM's own connector wrote; both ways end in the same checks.
 //!
 //! What this room promises:
 //! - nothing here is waited for by a request, and nothing here panics;
 //! - a file from vLLM is deleted once it was looked at, whatever came of it, and each failure is counted by its reason;
 //! - a sample in the store was verified (checksum, shapes, finite values, ids that decode to the recorded text);
-//! - held-out samples have shards of their own and outlive training samples;
-//! - a torn or damaged shard costs the damaged samples, never the reader.
+//! - held-out samples outlive training samples;
+//! - damage costs the samples whose bytes are damaged, never the reader.
 
 mod accept;
+mod block;
 mod collector;
+mod frame;
+mod index;
 mod reader;
-mod shard;
+mod segment;
 mod stock;
 mod store;
 pub mod transfer;
+mod values;
 
 pub use accept::{Expected, OutcomeStatus, SampleKey};
 pub use collector::{
     ChoiceText, Collector, CollectorOptions, CollectorStats, Forgetter, Outcome, RequestSummary,
 };
-pub use reader::{Reader, Refreshed, Sample, SampleEntry, VerifyReport};
-pub use shard::{SampleHeader, StateDtype};
+pub use frame::Damage;
+pub use index::{SampleHeader, StateDtype};
+pub use reader::{Reader, ReaderStats, Refreshed, Sample, SampleEntry, VerifyReport};
 pub use stock::{StockSample, store_stock};
-pub use store::{StateStore, StoreOptions, StoreStats};
+pub use store::{Appended, NewSample, StateStore, StoreOptions, StoreStats};
 pub use transfer::{Drafting, TransferFile};
 
 use std::fs;
@@ -56,12 +61,14 @@ pub enum StatesError {
     TooLarge { bytes: u64, quota: u64 },
     #[error("sample of request {request_id} does not fit its header: {reason}")]
     Shape { request_id: String, reason: String },
-    #[error("{path} is not a state shard of version {expected}: {reason}; move it away")]
-    NotAShard { path: PathBuf, expected: u32, reason: String },
+    #[error("none of request {request_id}'s rows follows the last of its missing ones; {missing} are missing")]
+    NoCompleteRows { request_id: String, missing: usize },
+    #[error("{path} is not a file of a state store of version {expected}: {reason}; move it away")]
+    Foreign { path: PathBuf, expected: u32, reason: String },
     #[error("{path}, offset {offset}: {reason}; the sample is skipped")]
     Damaged { path: PathBuf, offset: u64, reason: String },
-    #[error("{path} was evicted while it was being read; refresh the reader and go on with another sample")]
-    Evicted { path: PathBuf },
+    #[error("the sample was evicted from {directory}; refresh the reader and go on with another one")]
+    Evicted { directory: PathBuf },
     #[error("the states thread has stopped; start draftsmith again")]
     Stopped,
     #[error("there is no sample {index}: the index holds {len}")]

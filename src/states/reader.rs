@@ -1,24 +1,33 @@
-//! Reading samples, from any process, while the writer goes on appending and evicting.
+//! Reading samples, from any process, while the writer goes on appending, evicting and moving blocks.
+//!
+//! The index says which samples there are, the segments where their blocks lie. A segment that the writer empties is gone
+//! under a reader's hands: its blocks are looked for again, and a sample whose blocks are nowhere was evicted. Segments are
+//! mapped, and let go as soon as they are seen to be deleted, or their room on the disk would not come free.
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::io;
+use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::StatesError;
-use super::shard::{self, Found, Frame, SHARD_HEADER, SampleHeader, StateDtype};
-use super::store::{decode_ids, list_shards};
+use super::block::BlockKey;
+use super::frame::{Damage, FILE_HEADER, Identity, check_file_header, open_if_there};
+use super::index::{self, IndexedSample, SampleHeader};
+use super::segment::{self, Block};
+use super::{StatesError, values};
+use crate::store::Map;
+
+/// How often blocks are looked for that the writer may be moving just then.
+const LOOKS: usize = 3;
 
 /// One sample of the index.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct SampleEntry {
     pub header: SampleHeader,
-    pub shard: Arc<Path>,
-    /// Where its frame begins.
-    pub offset: u64,
-    header_crc: u32,
+    /// [T + 1], prompt and output.
+    pub token_ids: Arc<[u32]>,
+    keys: Arc<[BlockKey]>,
+    blocks: Arc<Blocks>,
 }
 
 /// A sample in memory.
@@ -41,11 +50,25 @@ pub struct Refreshed {
 /// What [`Reader::verify`] saw.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct VerifyReport {
-    pub shards: usize,
+    pub segments: usize,
     pub samples: usize,
+    pub blocks: usize,
     pub bytes: u64,
-    /// Samples (or tails) that cannot be read: shard, offset, reason.
-    pub damaged: Vec<(PathBuf, u64, String)>,
+    pub damaged: Vec<Damage>,
+}
+
+/// How much the store holds, and how much it is spared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, serde::Serialize)]
+pub struct ReaderStats {
+    pub samples: usize,
+    pub held_out_samples: usize,
+    /// Samples whose first rows were missing.
+    pub partial_samples: usize,
+    pub tokens: u64,
+    /// Of all files.
+    pub bytes: u64,
+    /// Of the states of all samples, had each been stored whole.
+    pub whole_bytes: u64,
 }
 
 /// Reads a state directory. It takes no lock and never writes.
@@ -53,25 +76,24 @@ pub struct VerifyReport {
 pub struct Reader {
     directory: PathBuf,
     index: Vec<SampleEntry>,
-    shards: HashMap<PathBuf, Known>,
-}
-
-/// Device and inode: a rewritten shard is another file under the same name.
-type Identity = (u64, u64);
-
-/// How far a shard was read.
-#[derive(Clone, Debug)]
-struct Known {
-    path: Arc<Path>,
-    identity: Identity,
+    blocks: Arc<Blocks>,
+    /// Of the index as it was read, and how far.
+    identity: Option<Identity>,
     position: u64,
 }
 
 impl Reader {
     /// Opens a directory and reads its index. The directory must exist; it may be empty.
     pub fn open(directory: &Path) -> Result<Self, StatesError> {
-        let mut reader =
-            Self { directory: directory.to_path_buf(), index: Vec::new(), shards: HashMap::new() };
+        let blocks = Blocks { directory: directory.to_path_buf(), table: Mutex::default() };
+        let mut reader = Self {
+            directory: directory.to_path_buf(),
+            index: Vec::new(),
+            blocks: Arc::new(blocks),
+            identity: None,
+            position: 0,
+        };
+        fs::read_dir(directory).map_err(|error| StatesError::io("cannot list", directory, error))?;
         reader.refresh()?;
         Ok(reader)
     }
@@ -79,140 +101,375 @@ impl Reader {
     /// Takes in what was appended since, and drops what was evicted. Indices of earlier samples change where something
     /// was removed.
     pub fn refresh(&mut self) -> Result<Refreshed, StatesError> {
-        let before = self.index.len();
-        let mut still_there = HashMap::new();
-        let mut added = Vec::new();
-        for (_, _, path) in list_shards(&self.directory)? {
-            let Some((file, identity)) = open_shard(&path)? else { continue };
-            let mut known = match self.shards.get(&path) {
-                Some(known) if known.identity == identity => known.clone(),
-                _ => Known { path: Arc::from(path.as_path()), identity, position: 0 },
-            };
-            if known.position == 0 {
-                match shard::check_shard_header(&file, &path) {
-                    Ok(true) => known.position = SHARD_HEADER,
-                    Ok(false) => {}
-                    Err(error @ StatesError::NotAShard { .. }) => tracing::warn!("{error}"),
-                    Err(error) => return Err(error),
-                }
-            }
-            if known.position > 0 {
-                // A torn end is either a frame that is just being written, or what the writer cuts at its next start.
-                let (frames, _) = shard::scan(&file, &path, known.position)?;
-                for frame in frames {
-                    known.position = frame.end();
-                    added.push(SampleEntry {
-                        header: frame.header,
-                        shard: Arc::clone(&known.path),
-                        offset: frame.offset,
-                        header_crc: frame.header_crc,
-                    });
-                }
-            }
-            still_there.insert(path, known);
+        let path = index::path_of(&self.directory);
+        let opened = match open_if_there(&path)? {
+            Some((file, identity)) => check_file_header(&file, &path, index::MAGIC)?.then_some((file, identity)),
+            None => None,
+        };
+        let Some((file, identity)) = opened else {
+            let removed = self.index.len();
+            self.index.clear();
+            (self.identity, self.position) = (None, 0);
+            return Ok(Refreshed { added: 0, removed });
+        };
+        if self.identity == Some(identity) {
+            // A torn end is either a sample that is just being written, or what the writer cuts at its next start.
+            let scanned = index::scan(&file, &path, self.position)?;
+            self.position = scanned.end;
+            let added = scanned.samples.len();
+            self.index.extend(scanned.samples.into_iter().map(|sample| entry(sample, &self.blocks)));
+            return Ok(Refreshed { added, removed: 0 });
         }
-        // A shard that was rewritten is known under a new Arc; entries of the old file go.
-        self.index.retain(|entry| {
-            still_there.get(&*entry.shard).is_some_and(|known: &Known| Arc::ptr_eq(&known.path, &entry.shard))
-        });
-        let removed = before - self.index.len();
-        let refreshed = Refreshed { added: added.len(), removed };
-        self.index.extend(added);
-        self.shards = still_there;
-        Ok(refreshed)
+        let scanned = index::scan(&file, &path, index::EMPTY)?;
+        let mut old = HashMap::new();
+        for known in self.index.drain(..) {
+            old.insert((known.header.request_id.clone(), known.header.choice_index), known);
+        }
+        let before = old.len();
+        let mut kept = 0;
+        for sample in scanned.samples {
+            let name = (sample.header.request_id.clone(), sample.header.choice_index);
+            match old.remove(&name) {
+                Some(known) if *known.keys == *sample.keys && known.header == sample.header => {
+                    kept += 1;
+                    self.index.push(known);
+                }
+                _ => self.index.push(entry(sample, &self.blocks)),
+            }
+        }
+        (self.identity, self.position) = (Some(identity), scanned.end);
+        Ok(Refreshed { added: self.index.len() - kept, removed: before - kept })
     }
 
-    /// The samples, in the order in which they were seen (by shard, then by offset, within one refresh).
+    /// The samples, in the order in which they were stored.
     pub fn index(&self) -> &[SampleEntry] {
         &self.index
     }
 
-    /// Loads sample `index`, its checksum verified.
+    /// Loads sample `index`, its checksums verified.
     pub fn load(&self, index: usize) -> Result<Sample, StatesError> {
         let entry =
             self.index.get(index).ok_or(StatesError::NoSuchSample { index, len: self.index.len() })?;
         entry.load()
     }
 
+    pub fn stats(&self) -> Result<ReaderStats, StatesError> {
+        let mut stats = ReaderStats { samples: self.index.len(), ..ReaderStats::default() };
+        for entry in &self.index {
+            let header = &entry.header;
+            stats.held_out_samples += usize::from(header.held_out);
+            stats.partial_samples += usize::from(header.missing_rows > 0);
+            stats.tokens += header.rows as u64;
+            stats.whole_bytes += header.row_bytes().unwrap_or(0) as u64 * header.rows as u64;
+        }
+        let mut paths = vec![index::path_of(&self.directory)];
+        paths.extend(segment::list(&self.directory)?.into_iter().map(|(_, path)| path));
+        for path in paths {
+            stats.bytes += fs::metadata(&path).map_or(0, |metadata| metadata.len());
+        }
+        Ok(stats)
+    }
+
     /// Reads everything once and says what is damaged.
     pub fn verify(&self) -> Result<VerifyReport, StatesError> {
         let mut report = VerifyReport::default();
-        for (_, _, path) in list_shards(&self.directory)? {
-            let Some((file, _)) = open_shard(&path)? else { continue };
-            report.shards += 1;
-            match shard::check_shard_header(&file, &path) {
+        let mut good = HashMap::new();
+        for (_, path) in segment::list(&self.directory)? {
+            let Some((file, _)) = open_if_there(&path)? else { continue };
+            report.segments += 1;
+            let mut damage = |offset, reason: &str| {
+                report.damaged.push(Damage { path: path.clone(), offset, reason: reason.to_owned() });
+            };
+            match check_file_header(&file, &path, segment::MAGIC) {
                 Ok(true) => {}
                 Ok(false) => {
-                    report.damaged.push((path, 0, "the file ends inside its header".to_string()));
+                    damage(0, "the file ends inside its header");
                     continue;
                 }
-                Err(error @ StatesError::NotAShard { .. }) => {
-                    report.damaged.push((path, 0, error.to_string()));
+                Err(error @ StatesError::Foreign { .. }) => {
+                    damage(0, &error.to_string());
                     continue;
                 }
                 Err(error) => return Err(error),
             }
-            let (frames, torn) = shard::scan(&file, &path, SHARD_HEADER)?;
-            for frame in frames {
-                report.samples += 1;
-                report.bytes += frame.end() - frame.offset;
-                match shard::read_payload(&file, &path, &frame) {
-                    Ok(_) => {}
-                    Err(StatesError::Damaged { offset, reason, .. }) => {
-                        report.damaged.push((path.clone(), offset, reason));
-                    }
-                    Err(error) => return Err(error),
+            let (blocks, torn) = segment::scan(&file, &path, FILE_HEADER)?;
+            for block in blocks {
+                report.blocks += 1;
+                report.bytes += block.bytes();
+                if segment::read_payload(&file, &path, &block)?.is_some() {
+                    good.insert(block.key, block);
+                } else {
+                    damage(block.offset, "a block does not match its checksum");
                 }
             }
             if let Some((offset, reason)) = torn {
-                report.damaged.push((path, offset, reason));
+                damage(offset, reason);
             }
         }
+        self.verify_index(&good, &mut report)?;
         Ok(report)
+    }
+
+    fn verify_index(
+        &self,
+        good: &HashMap<BlockKey, Block>,
+        report: &mut VerifyReport,
+    ) -> Result<(), StatesError> {
+        let path = index::path_of(&self.directory);
+        let Some((file, _)) = open_if_there(&path)? else { return Ok(()) };
+        let mut damage = |offset, reason: String| {
+            report.damaged.push(Damage { path: path.clone(), offset, reason });
+        };
+        match check_file_header(&file, &path, index::MAGIC) {
+            Ok(true) => {}
+            Ok(false) => {
+                damage(0, "the file ends inside its header".to_owned());
+                return Ok(());
+            }
+            Err(error @ StatesError::Foreign { .. }) => {
+                damage(0, error.to_string());
+                return Ok(());
+            }
+            Err(error) => return Err(error),
+        }
+        let scanned = index::scan(&file, &path, index::EMPTY)?;
+        for (offset, reason) in scanned.damaged {
+            damage(offset, reason);
+        }
+        if let Some(reason) = scanned.torn {
+            damage(scanned.end, reason);
+        }
+        for sample in &scanned.samples {
+            let lost = sample.keys.iter().filter(|key| !good.contains_key(key)).count();
+            if lost > 0 {
+                let header = &sample.header;
+                damage(
+                    sample.offset,
+                    format!(
+                        "choice {} of request {} lacks {lost} of its {} blocks",
+                        header.choice_index,
+                        header.request_id,
+                        sample.keys.len()
+                    ),
+                );
+            }
+        }
+        report.samples = scanned.samples.len();
+        Ok(())
+    }
+}
+
+fn entry(sample: IndexedSample, blocks: &Arc<Blocks>) -> SampleEntry {
+    SampleEntry {
+        header: sample.header,
+        token_ids: sample.token_ids.into(),
+        keys: sample.keys.into(),
+        blocks: Arc::clone(blocks),
     }
 }
 
 impl SampleEntry {
-    /// Loads the sample, its checksum verified; may be called from any thread, and without the reader.
+    /// Loads the sample, its checksums verified; may be called from any thread, and without the reader.
     pub fn load(&self) -> Result<Sample, StatesError> {
-        let path = &self.shard;
-        let Some((file, _)) = open_shard(path)? else {
-            return Err(StatesError::Evicted { path: path.to_path_buf() });
-        };
-        let damaged =
-            |reason: String| StatesError::Damaged { path: path.to_path_buf(), offset: self.offset, reason };
-        let frame: Frame = match shard::frame_at(&file, path, self.offset)? {
-            Found::Frame(frame) => *frame,
-            Found::End => return Err(damaged("the file was cut before the sample".to_string())),
-            Found::Torn(reason) => return Err(damaged(reason)),
-        };
-        if frame.header_crc != self.header_crc || frame.header != self.header {
-            return Err(damaged("another sample stands here now; refresh the reader".to_string()));
-        }
-        let payload = shard::read_payload(&file, path, &frame)?;
-        let (ids, states) = payload.split_at(4 * (frame.header.rows + 1));
-        let states = match frame.header.dtype {
-            StateDtype::F32 => {
-                states.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect()
+        let width = self.header.layers * self.header.hidden;
+        let mut states = vec![0.0; self.header.rows * width];
+        self.load_states(&mut states)?;
+        Ok(Sample { header: self.header.clone(), token_ids: self.token_ids.to_vec(), states })
+    }
+
+    /// Reads the states [T, L * H] out of the mapped segments into their place.
+    pub fn load_states(&self, states: &mut [f32]) -> Result<(), StatesError> {
+        let header = &self.header;
+        let width = header.layers * header.hidden;
+        let mut rest = states;
+        for place in self.blocks.find(&self.keys)? {
+            let block = &place.block;
+            let payload = place.payload();
+            let count = block.rows as usize * width;
+            let fits = header.row_bytes().map(|bytes| bytes * block.rows as usize) == Some(payload.len());
+            let damaged = |reason: &str| StatesError::Damaged {
+                path: place.segment.path.clone(),
+                offset: block.offset,
+                reason: reason.to_owned(),
+            };
+            if !fits || count > rest.len() {
+                return Err(damaged("the block's length does not fit the sample"));
             }
-            StateDtype::Bf16 => states
-                .as_chunks::<2>()
-                .0
-                .iter()
-                .map(|value| half::bf16::from_le_bytes(*value).to_f32())
-                .collect(),
-        };
-        Ok(Sample { token_ids: decode_ids(ids), states, header: frame.header })
+            if crc32fast::hash(payload) != block.payload_crc {
+                return Err(damaged("the block does not match its checksum"));
+            }
+            let (part, after) = std::mem::take(&mut rest).split_at_mut(count);
+            values::decode(header.dtype, payload, header.hidden, part);
+            rest = after;
+        }
+        Ok(())
     }
 }
 
-/// None where the shard is gone.
-fn open_shard(path: &Path) -> Result<Option<(File, Identity)>, StatesError> {
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(StatesError::io("cannot open", path, error)),
-    };
-    let metadata = file.metadata().map_err(|error| StatesError::io("cannot read", path, error))?;
-    Ok(Some((file, (metadata.dev(), metadata.ino()))))
+/// Where the blocks of a directory lie, for all entries of a reader.
+#[derive(Debug)]
+struct Blocks {
+    directory: PathBuf,
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    segments: HashMap<u64, Known>,
+    places: HashMap<BlockKey, (u64, Block)>,
+}
+
+/// How far a segment was read.
+#[derive(Debug)]
+struct Known {
+    identity: Identity,
+    position: u64,
+    keys: Vec<BlockKey>,
+    mapped: Option<Arc<Mapped>>,
+}
+
+#[derive(Debug)]
+struct Mapped {
+    path: PathBuf,
+    map: Map,
+}
+
+/// A block in a mapped segment.
+struct Place {
+    segment: Arc<Mapped>,
+    block: Block,
+}
+
+impl Place {
+    fn payload(&self) -> &[u8] {
+        let start = self.block.payload_offset() as usize;
+        &self.segment.map[start..start + self.block.payload_length as usize]
+    }
+}
+
+impl Blocks {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The places of these blocks, in their order.
+    fn find(&self, keys: &[BlockKey]) -> Result<Vec<Place>, StatesError> {
+        let mut table = self.table();
+        for _ in 0..LOOKS {
+            if let Some(places) = table.find(&self.directory, keys)? {
+                return Ok(places);
+            }
+            // Appended or moved since the last look.
+            table.refresh(&self.directory)?;
+        }
+        table.find(&self.directory, keys)?.ok_or_else(|| StatesError::Evicted { directory: self.directory.clone() })
+    }
+}
+
+impl Table {
+    /// None where a block is not known, or its segment is gone.
+    fn find(&mut self, directory: &Path, keys: &[BlockKey]) -> Result<Option<Vec<Place>>, StatesError> {
+        let mut places = Vec::with_capacity(keys.len());
+        // Each segment is looked at once for a sample.
+        let mut segments: HashMap<u64, Arc<Mapped>> = HashMap::new();
+        for key in keys {
+            let Some((number, block)) = self.places.get(key).copied() else { return Ok(None) };
+            let segment = match segments.get(&number) {
+                Some(segment) if segment.map.len() as u64 >= block.end() => Arc::clone(segment),
+                _ => {
+                    let Some(segment) = self.map(directory, number, block.end())? else { return Ok(None) };
+                    segments.insert(number, Arc::clone(&segment));
+                    segment
+                }
+            };
+            places.push(Place { segment, block });
+        }
+        Ok(Some(places))
+    }
+
+    /// A segment, mapped at least up to `end`; None where it is gone.
+    fn map(&mut self, directory: &Path, number: u64, end: u64) -> Result<Option<Arc<Mapped>>, StatesError> {
+        let Some(known) = self.segments.get_mut(&number) else { return Ok(None) };
+        let path = segment::path_of(directory, number);
+        let there = fs::metadata(&path).ok();
+        let same = there.as_ref().is_some_and(|metadata| (metadata.dev(), metadata.ino()) == known.identity);
+        let length = there.map_or(0, |metadata| metadata.len());
+        let cut = known.mapped.as_ref().is_some_and(|mapped| mapped.map.len() as u64 > length);
+        if !same || cut {
+            self.forget(number);
+            return Ok(None);
+        }
+        if let Some(mapped) = &known.mapped
+            && mapped.map.len() as u64 >= end
+        {
+            return Ok(Some(Arc::clone(mapped)));
+        }
+        let opened = open_if_there(&path)?.filter(|(_, identity)| *identity == known.identity);
+        let Some((file, _)) = opened else {
+            self.forget(number);
+            return Ok(None);
+        };
+        let map = Map::of(&file).map_err(|error| StatesError::io("cannot map", &path, error))?;
+        if (map.len() as u64) < end {
+            // Cut by a writer that started again after a crash.
+            self.forget(number);
+            return Ok(None);
+        }
+        let mapped = Arc::new(Mapped { path, map });
+        known.mapped = Some(Arc::clone(&mapped));
+        Ok(Some(mapped))
+    }
+
+    fn forget(&mut self, number: u64) {
+        let Some(known) = self.segments.remove(&number) else { return };
+        for key in known.keys {
+            if self.places.get(&key).is_some_and(|(segment, _)| *segment == number) {
+                self.places.remove(&key);
+            }
+        }
+    }
+
+    /// Reads the headers of the blocks that were appended since, and forgets segments that are gone.
+    fn refresh(&mut self, directory: &Path) -> Result<(), StatesError> {
+        let listed = segment::list(directory)?;
+        let gone: Vec<u64> = self
+            .segments
+            .keys()
+            .filter(|number| listed.binary_search_by_key(number, |(number, _)| number).is_err())
+            .copied()
+            .collect();
+        for number in gone {
+            self.forget(number);
+        }
+        for (number, path) in listed {
+            let Some((file, identity)) = open_if_there(&path)? else { continue };
+            if self.segments.get(&number).is_some_and(|known| known.identity != identity) {
+                self.forget(number);
+            }
+            let known = self.segments.entry(number).or_insert_with(|| Known {
+                identity,
+                position: 0,
+                keys: Vec::new(),
+                mapped: None,
+            });
+            if known.position == 0 {
+                match check_file_header(&file, &path, segment::MAGIC) {
+                    Ok(true) => known.position = FILE_HEADER,
+                    Ok(false) => continue,
+                    Err(error @ StatesError::Foreign { .. }) => {
+                        tracing::warn!("{error}");
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            let (blocks, _) = segment::scan(&file, &path, known.position)?;
+            for block in blocks {
+                known.position = block.end();
+                known.keys.push(block.key);
+                self.places.insert(block.key, (number, block));
+            }
+        }
+        Ok(())
+    }
 }

@@ -92,6 +92,8 @@ impl StockSample {
             head_swapped: false,
             drafting: None,
             token_ids: self.token_ids.clone(),
+            prefix_salt: String::new(),
+            first_row: 0,
             rows: tensors.rows,
             layers: tensors.layers,
             hidden: tensors.hidden,
@@ -109,7 +111,7 @@ pub fn store_stock(
     file: &TransferFile,
 ) -> OutcomeStatus {
     match expected.check_ids(&file.token_ids) {
-        Ok(()) => accept::check_and_store(store, expected, key, file),
+        Ok(()) => accept::check_and_store(store, expected, key, file).status,
         Err(status) => status,
     }
 }

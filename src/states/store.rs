@@ -1,39 +1,51 @@
-//! The writer of the state store: rotation, quotas, eviction, recovery.
+//! The writer of the state store: blocks that samples share, quotas, eviction, recovery.
 //!
-//! Shards are named `train-<number>.states` and `heldout-<number>.states`; a higher number is younger. A crash of the
-//! process loses nothing that was appended; a power cut loses at most what was appended to the current shard since the
-//! last [`StateStore::sync`].
+//! Blocks are appended to segments, and a sample to the index once its blocks are there. A block that no sample needs any
+//! more is dead; the segment with the most dead bytes is emptied into the youngest one when room is needed. So no byte is
+//! written in place, and a reader in another process sees whole samples alone.
+//!
+//! What goes first: training samples, by age and by how badly their drafts fared. Age counts in stored bytes: a sample
+//! none of whose drafted tokens was accepted lives half a quota longer than one all of whose were. Held-out samples have a
+//! quota of their own, and the oldest goes first.
+//!
+//! A crash of the process loses nothing that was appended; a power cut loses at most what was appended since the last
+//! [`StateStore::sync`].
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::Write;
+use std::io::{IoSlice, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use super::block::{BLOCK_ROWS, BlockKey, Layout, block_keys};
+use super::frame::{FILE_HEADER, check_file_header, file_header, read_fully};
+use super::index::{self, IndexedSample, SampleHeader};
+use super::segment::{self, Block};
 use super::StatesError;
-use super::shard::{self, SHARD_HEADER, SampleHeader};
 use crate::config::StatesConfig;
 
 /// The share of the quota that held-out samples may take.
 const HELD_OUT_QUOTA_SHARE: u64 = 4;
+/// Evictions come in groups, since each one writes the index anew: so much of a quota is freed at once.
+const EVICTION_SHARE: u64 = 32;
 const LOCK_NAME: &str = ".writer.lock";
-pub(crate) const SHARD_EXTENSION: &str = ".states";
+/// Slices in one write; the system takes no more than 1,024.
+const SLICES: usize = 512;
 
 /// Bounds of the store.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StoreOptions {
-    /// A shard is closed when it would grow over this. Bytes. It is never more than an eighth of its quota, so that an
-    /// eviction never empties the store.
-    pub shard_bytes: u64,
-    /// Bytes of all shards together.
+    /// A segment is closed when it would grow over this. Bytes. It is never more than a sixteenth of the quota.
+    pub segment_bytes: u64,
+    /// Bytes of all files together.
     pub quota_bytes: u64,
-    /// Bytes of the held-out shards, out of `quota_bytes`.
+    /// Bytes that held-out samples need, out of `quota_bytes`.
     pub held_out_quota_bytes: u64,
 }
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { shard_bytes: 256 << 20, quota_bytes: 32 << 30, held_out_quota_bytes: 4 << 30 }
+        Self { segment_bytes: 256 << 20, quota_bytes: 32 << 30, held_out_quota_bytes: 4 << 30 }
     }
 }
 
@@ -41,88 +53,193 @@ impl StoreOptions {
     /// The bounds that the configuration sets.
     pub fn of(config: &StatesConfig) -> Self {
         Self {
-            shard_bytes: config.shard_bytes,
+            segment_bytes: config.segment_bytes,
             quota_bytes: config.quota_bytes,
             held_out_quota_bytes: config.quota_bytes / HELD_OUT_QUOTA_SHARE,
         }
+    }
+
+    fn segment_limit(&self) -> u64 {
+        self.segment_bytes.min(self.quota_bytes / 16)
+    }
+
+    /// What live blocks may take, so that the rest, dead blocks, leaves segments worth emptying.
+    fn live_limit(&self) -> u64 {
+        self.quota_bytes - self.quota_bytes / 8
     }
 }
 
 /// What the store holds now.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StoreStats {
-    pub shards: usize,
+    pub segments: usize,
     pub train_samples: usize,
     pub held_out_samples: usize,
+    /// Of all files.
     pub bytes: u64,
+    /// Of blocks that samples need, and of the index.
+    pub live_bytes: u64,
     pub held_out_bytes: u64,
     /// Samples evicted since the store was opened.
     pub evicted_samples: u64,
 }
+
+/// A sample to be stored.
+#[derive(Clone, Copy, Debug)]
+pub struct NewSample<'a> {
+    /// Of the whole request: `rows` is T, `dtype` that of `states`, `missing_rows` 0.
+    pub header: &'a SampleHeader,
+    /// [T + 1]
+    pub token_ids: &'a [u32],
+    /// Rows before it are not in `states`; the store has them from another request with this prefix, or they are missing.
+    pub first_row: usize,
+    /// [T - first_row, L, H], little-endian.
+    pub states: &'a [u8],
+    /// Whatever else than tokens and layers the rows depend on; empty for most requests.
+    pub prefix_salt: &'a str,
+}
+
+/// Where the rows of a sample that was stored came from.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Appended {
+    pub new_rows: usize,
+    pub shared_rows: usize,
+    /// Neither given nor in the store; the sample begins after them.
+    pub missing_rows: usize,
+}
+
+type SampleName = (String, u32);
 
 /// The only writer of a state directory.
 #[derive(Debug)]
 pub struct StateStore {
     directory: PathBuf,
     options: StoreOptions,
-    train: Lane,
-    held_out: Lane,
-    stored: HashSet<(String, u32)>,
-    next_number: u64,
+    samples: HashMap<SampleName, Sample>,
+    /// What goes first comes first: (kept until, sequence).
+    train_order: BTreeMap<(u64, u64), SampleName>,
+    held_out_order: BTreeMap<(u64, u64), SampleName>,
+    blocks: HashMap<BlockKey, Stored>,
+    segments: BTreeMap<u64, Segment>,
+    /// Open for appending; it belongs to the last segment.
+    current: Option<File>,
+    index: Index,
+    /// Bytes of all samples that were ever appended, as far as this store remembers: its clock.
+    clock: u64,
+    next_sequence: u64,
+    next_segment: u64,
+    held_out_bytes: u64,
     evicted_samples: u64,
     /// Held for as long as the store lives; the kernel lets go of it even after a kill.
     _lock: File,
 }
 
-/// The shards of one split, oldest first.
 #[derive(Debug)]
-struct Lane {
-    prefix: &'static str,
-    shards: VecDeque<Shard>,
-    /// Open for appending; it belongs to the last shard.
-    current: Option<File>,
-    bytes: u64,
+struct Sample {
+    keys: Vec<BlockKey>,
+    held_out: bool,
+    order: (u64, u64),
+    /// Of its frame in the index.
+    offset: u64,
+    length: u64,
+}
+
+/// A block that some sample needs.
+#[derive(Debug)]
+struct Stored {
+    segment: u64,
+    block: Block,
+    references: u32,
+    held_out_references: u32,
 }
 
 #[derive(Debug)]
-struct Shard {
+struct Segment {
     path: PathBuf,
     bytes: u64,
-    samples: Vec<(String, u32)>,
+    live_bytes: u64,
+}
+
+impl Segment {
+    fn dead_bytes(&self) -> u64 {
+        self.bytes - segment::EMPTY - self.live_bytes
+    }
+}
+
+#[derive(Debug)]
+struct Index {
+    path: PathBuf,
+    /// None after a failed write that could not be undone: the file is written anew before anything is appended.
+    file: Option<File>,
+    bytes: u64,
+    /// What it would have if it were written anew.
+    live_bytes: u64,
 }
 
 impl StateStore {
-    /// Opens (or makes) a store, takes the writer's lock and cuts a torn tail off each shard.
+    /// Opens (or makes) a store, takes the writer's lock, cuts torn ends off its files, and forgets samples that lack a
+    /// block.
     pub fn open(directory: &Path, options: StoreOptions) -> Result<Self, StatesError> {
         fs::create_dir_all(directory).map_err(|error| StatesError::io("cannot make", directory, error))?;
-        let lock_path = directory.join(LOCK_NAME);
-        let lock = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(&lock_path)
-            .map_err(|error| StatesError::io("cannot open", &lock_path, error))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(StatesError::Locked { path: lock_path }),
-            Err(TryLockError::Error(error)) => return Err(StatesError::io("cannot lock", &lock_path, error)),
+        let lock = take_lock(directory)?;
+        let mut segments = BTreeMap::new();
+        let mut found = HashMap::new();
+        let listed = segment::list(directory)?;
+        let youngest = listed.last().map(|(number, _)| *number);
+        for (number, path) in listed {
+            let Some((bytes, blocks)) = recover_segment(&path, youngest == Some(number))? else { continue };
+            segments.insert(number, Segment { path, bytes, live_bytes: 0 });
+            // Where a crash came between the copy of a block and the end of the segment that it was copied from, the
+            // younger copy counts.
+            found.extend(blocks.into_iter().map(|block| (block.key, (number, block))));
         }
+        let index_path = index::path_of(directory);
+        let (scanned, clean) = recover_index(&index_path)?;
         let mut store = Self {
             directory: directory.to_path_buf(),
             options,
-            train: Lane::new("train"),
-            held_out: Lane::new("heldout"),
-            stored: HashSet::new(),
-            next_number: now_milliseconds().unsigned_abs(),
+            samples: HashMap::new(),
+            train_order: BTreeMap::new(),
+            held_out_order: BTreeMap::new(),
+            blocks: HashMap::new(),
+            next_segment: segments.last_key_value().map_or(0, |(number, _)| number + 1),
+            segments,
+            current: None,
+            index: Index { path: index_path, file: None, bytes: 0, live_bytes: index::EMPTY },
+            clock: 0,
+            next_sequence: 0,
+            held_out_bytes: 0,
             evicted_samples: 0,
             _lock: lock,
         };
-        for (number, held_out, path) in list_shards(directory)? {
-            store.next_number = store.next_number.max(number + 1);
-            let Some(shard) = recover(&path)? else { continue };
-            store.stored.extend(shard.samples.iter().cloned());
-            store.lane(held_out).push(shard);
+        let mut lost = 0;
+        for sample in &scanned {
+            let name = (sample.header.request_id.clone(), sample.header.choice_index);
+            let whole = sample.keys.iter().all(|key| found.contains_key(key));
+            if !whole || store.samples.contains_key(&name) {
+                lost += 1;
+                continue;
+            }
+            for key in &sample.keys {
+                let (segment, block) = found[key];
+                store.reference(segment, block, sample.header.held_out);
+            }
+            store.remember(name, sample);
+        }
+        if lost > 0 {
+            tracing::warn!(
+                directory = %directory.display(), samples = lost,
+                "samples of states are gone: their blocks were lost in a crash or damaged"
+            );
+        }
+        store.reopen_segment()?;
+        if clean && lost == 0 {
+            store.index.file = Some(open_to_append(&store.index.path)?);
+            store.index.bytes = fs::metadata(&store.index.path)
+                .map_err(|error| StatesError::io("cannot read", &store.index.path, error))?
+                .len();
+        } else {
+            store.rewrite_index()?;
         }
         store.make_room(0, false)?;
         store.make_room(0, true)?;
@@ -130,307 +247,652 @@ impl StateStore {
         Ok(store)
     }
 
-    /// Appends a sample: `token_ids` [T + 1], `states` [T, L, H] little-endian in the header's dtype.
+    /// Appends a sample; rows that the store has under the same prefix are not written again.
     ///
-    /// Evicts the oldest training shard (for held-out samples over their own quota: the oldest held-out shard) where
-    /// there is no room. A (request, choice) that is stored already is refused.
-    pub fn append(
-        &mut self,
-        header: &SampleHeader,
-        token_ids: &[u32],
-        states: &[u8],
-    ) -> Result<(), StatesError> {
-        let key = (header.request_id.clone(), header.choice_index);
-        if self.stored.contains(&key) {
-            return Err(StatesError::Duplicate { request_id: key.0, choice_index: key.1 });
+    /// Evicts where there is no room. A (request, choice) that is stored already is refused, as is a sample none of whose
+    /// rows follows the last missing one.
+    pub fn append(&mut self, sample: NewSample<'_>) -> Result<Appended, StatesError> {
+        let name = (sample.header.request_id.clone(), sample.header.choice_index);
+        if self.samples.contains_key(&name) {
+            return Err(StatesError::Duplicate { request_id: name.0, choice_index: name.1 });
         }
-        let frame = shard::encode(header, token_ids, states)?;
-        let length = frame.len() as u64;
-        let held_out = header.held_out;
-        let quota = if held_out {
-            self.options.held_out_quota_bytes.min(self.options.quota_bytes)
-        } else {
-            self.options.quota_bytes
+        let row_bytes = check_shape(&sample)?;
+        let header = sample.header;
+        let rows = header.rows;
+        let layout = Layout {
+            layer_ids: &header.layer_ids,
+            hidden: header.hidden,
+            dtype: header.dtype,
+            salt: sample.prefix_salt,
         };
-        if length + SHARD_HEADER > quota {
-            return Err(StatesError::TooLarge { bytes: length, quota });
+        let keys = block_keys(layout, &sample.token_ids[..rows]);
+        let first_block = self.first_complete_block(&keys, sample.first_row);
+        if first_block == keys.len() {
+            return Err(StatesError::NoCompleteRows { request_id: name.0, missing: rows });
         }
-        let limit = self.options.shard_bytes.min(quota / 8);
-        let lane = self.lane(held_out);
-        if lane.shards.back().is_some_and(|shard| shard.bytes > SHARD_HEADER && shard.bytes + length > limit)
-        {
-            lane.close()?;
+        let missing_rows = first_block * BLOCK_ROWS;
+        let stored_header = SampleHeader {
+            prompt_length: header.prompt_length.saturating_sub(missing_rows).max(1),
+            rows: rows - missing_rows,
+            missing_rows,
+            ..header.clone()
+        };
+        let keys = keys[first_block..].to_vec();
+        let frame = index::encode(&stored_header, &sample.token_ids[missing_rows..], &keys)?;
+        let index_bytes = frame.len() as u64;
+        let whole = index_bytes
+            + ((rows - missing_rows) * row_bytes) as u64
+            + keys.len() as u64 * segment::BLOCK_HEADER;
+        self.check_size(whole, header.held_out)?;
+
+        // Referenced before room is made, or that could evict the very blocks that are shared.
+        let mut appended = Appended { missing_rows, ..Appended::default() };
+        let (mut referenced, mut missing) = (Vec::new(), Vec::new());
+        for (number, key) in keys.iter().enumerate() {
+            let first = missing_rows + number * BLOCK_ROWS;
+            let count = (rows - first).min(BLOCK_ROWS);
+            if let Some(stored) = self.blocks.get(key) {
+                let (segment, block) = (stored.segment, stored.block);
+                self.reference(segment, block, header.held_out);
+                referenced.push(*key);
+                appended.shared_rows += count;
+            } else {
+                let start = (first - sample.first_row) * row_bytes;
+                missing.push(Piece { key: *key, rows: count, payload: &sample.states[start..start + count * row_bytes] });
+                appended.new_rows += count;
+            }
         }
-        // The header is counted always: making room may evict the current shard.
-        self.make_room(length + SHARD_HEADER, held_out)?;
-        if self.lane(held_out).current.is_none() {
-            self.start_shard(held_out)?;
+        if let Err(error) = self.write_sample(&missing, &mut referenced, &frame, header.held_out) {
+            for key in &referenced {
+                self.release(key, header.held_out);
+            }
+            return Err(error);
         }
-        self.lane(held_out).write(&frame, key.clone())?;
-        self.stored.insert(key);
+        let indexed = IndexedSample {
+            header: stored_header,
+            token_ids: Vec::new(),
+            keys,
+            offset: self.index.bytes - index_bytes,
+            length: index_bytes,
+        };
+        self.remember(name, &indexed);
         self.publish_metrics();
-        Ok(())
+        Ok(appended)
     }
 
     /// Makes what was appended survive a power cut.
     pub fn sync(&mut self) -> Result<(), StatesError> {
-        self.train.sync()?;
-        self.held_out.sync()
+        self.sync_segment()?;
+        let Some(file) = &self.index.file else { return Ok(()) };
+        file.sync_data().map_err(|error| StatesError::io("cannot sync", &self.index.path, error))
     }
 
     pub fn contains(&self, request_id: &str, choice_index: u32) -> bool {
-        self.stored.contains(&(request_id.to_string(), choice_index))
+        self.samples.contains_key(&(request_id.to_string(), choice_index))
     }
 
     pub fn stats(&self) -> StoreStats {
-        let samples = |lane: &Lane| lane.shards.iter().map(|shard| shard.samples.len()).sum();
         StoreStats {
-            shards: self.train.shards.len() + self.held_out.shards.len(),
-            train_samples: samples(&self.train),
-            held_out_samples: samples(&self.held_out),
-            bytes: self.train.bytes + self.held_out.bytes,
-            held_out_bytes: self.held_out.bytes,
+            segments: self.segments.len(),
+            train_samples: self.train_order.len(),
+            held_out_samples: self.held_out_order.len(),
+            bytes: self.bytes(),
+            live_bytes: self.live_bytes(),
+            held_out_bytes: self.held_out_bytes,
             evicted_samples: self.evicted_samples,
         }
     }
 
-    /// Removes every sample for which `forget` says so, rewriting the shards that hold one. Returns how many went.
+    /// Removes every sample for which `forget` says so, and all rows that no other sample has. Returns how many went.
+    ///
+    /// Rows of a prefix that other samples share stay, as theirs.
     pub fn forget(&mut self, mut forget: impl FnMut(&SampleHeader) -> bool) -> Result<usize, StatesError> {
-        let mut removed = 0;
-        for lane in [&mut self.train, &mut self.held_out] {
-            lane.close()?;
-            for index in 0..lane.shards.len() {
-                let gone = lane.rewrite(index, &mut forget)?;
-                removed += gone.len();
-                for key in &gone {
-                    self.stored.remove(key);
-                }
+        let mut gone = Vec::new();
+        for sample in self.read_index()? {
+            if forget(&sample.header) {
+                gone.push((sample.header.request_id, sample.header.choice_index));
             }
-            lane.bytes = lane.shards.iter().map(|shard| shard.bytes).sum();
+        }
+        for name in &gone {
+            self.drop_sample(name);
+        }
+        if !gone.is_empty() {
+            self.rewrite_index()?;
+        }
+        // Also where nothing is forgotten now: an earlier call may have ended early.
+        self.compact()?;
+        Ok(gone.len())
+    }
+
+    /// Writes every segment anew that holds a dead block. Returns the bytes that this freed.
+    pub fn compact(&mut self) -> Result<u64, StatesError> {
+        let before = self.bytes();
+        let with_dead = |store: &Self| {
+            let mut segments = store.segments.iter();
+            segments.find(|(_, segment)| segment.dead_bytes() > 0).map(|(number, _)| *number)
+        };
+        while let Some(number) = with_dead(self) {
+            self.empty_segment(number)?;
         }
         self.publish_metrics();
-        Ok(removed)
+        Ok(before.saturating_sub(self.bytes()))
     }
 
-    fn lane(&mut self, held_out: bool) -> &mut Lane {
-        if held_out { &mut self.held_out } else { &mut self.train }
+    fn bytes(&self) -> u64 {
+        self.index.bytes + self.segments.values().map(|segment| segment.bytes).sum::<u64>()
     }
 
-    fn make_room(&mut self, length: u64, held_out: bool) -> Result<(), StatesError> {
-        while held_out && self.held_out.bytes + length > self.options.held_out_quota_bytes {
-            if !self.evict_oldest(true)? {
-                break;
-            }
+    fn live_bytes(&self) -> u64 {
+        self.index.live_bytes + self.segments.values().map(|segment| segment.live_bytes).sum::<u64>()
+    }
+
+    /// The first block after the last one that neither the store nor the sample has.
+    fn first_complete_block(&self, keys: &[BlockKey], first_row: usize) -> usize {
+        let given_from = first_row.div_ceil(BLOCK_ROWS).min(keys.len());
+        let missing = keys[..given_from].iter().rposition(|key| !self.blocks.contains_key(key));
+        missing.map_or(0, |block| block + 1)
+    }
+
+    /// A sample must leave room for others, or each one would empty the store.
+    fn check_size(&self, bytes: u64, held_out: bool) -> Result<(), StatesError> {
+        let mut quota = self.options.live_limit();
+        if held_out {
+            quota = quota.min(self.options.held_out_quota_bytes);
         }
-        while self.train.bytes + self.held_out.bytes + length > self.options.quota_bytes {
-            if !self.evict_oldest(false)? && !self.evict_oldest(true)? {
-                break;
-            }
+        if bytes > quota {
+            return Err(StatesError::TooLarge { bytes, quota });
         }
         Ok(())
     }
 
-    /// Ok(false) where there is none.
-    fn evict_oldest(&mut self, held_out: bool) -> Result<bool, StatesError> {
-        let lane = self.lane(held_out);
-        let Some(shard) = lane.shards.front() else { return Ok(false) };
-        fs::remove_file(&shard.path).map_err(|error| StatesError::io("cannot evict", &shard.path, error))?;
-        let Some(evicted) = lane.shards.pop_front() else { return Ok(false) };
-        if lane.shards.is_empty() {
-            lane.current = None;
+    fn write_sample(
+        &mut self,
+        pieces: &[Piece<'_>],
+        referenced: &mut Vec<BlockKey>,
+        frame: &[u8],
+        held_out: bool,
+    ) -> Result<(), StatesError> {
+        let blocks: u64 = pieces.iter().map(Piece::bytes).sum();
+        self.make_room(blocks + frame.len() as u64, held_out)?;
+        let mut rest = pieces;
+        while !rest.is_empty() {
+            let (segment, written) = self.write_blocks(rest)?;
+            for block in &written {
+                self.reference(segment, *block, held_out);
+                referenced.push(block.key);
+            }
+            rest = &rest[written.len()..];
         }
-        lane.bytes -= evicted.bytes;
-        self.evicted_samples += evicted.samples.len() as u64;
-        metrics::counter!("draftsmith_states_evicted_samples_total").increment(evicted.samples.len() as u64);
-        tracing::info!(shard = %evicted.path.display(), samples = evicted.samples.len(), "evicted the oldest states");
-        for key in &evicted.samples {
-            self.stored.remove(key);
+        self.append_to_index(frame)
+    }
+
+    /// Writes the first blocks of `pieces`, as many as the segment takes, at least one.
+    fn write_blocks(&mut self, pieces: &[Piece<'_>]) -> Result<(u64, Vec<Block>), StatesError> {
+        let limit = self.options.segment_limit();
+        let full = self.segments.last_key_value().is_some_and(|(_, segment)| {
+            segment.bytes > segment::EMPTY && segment.bytes + pieces[0].bytes() > limit
+        });
+        if full {
+            self.close_segment()?;
         }
-        Ok(true)
-    }
-
-    fn start_shard(&mut self, held_out: bool) -> Result<(), StatesError> {
-        let number = self.next_number;
-        self.next_number += 1;
-        let directory = self.directory.clone();
-        let lane = self.lane(held_out);
-        let path = directory.join(format!("{}-{number:016}{SHARD_EXTENSION}", lane.prefix));
-        let failed = |error| StatesError::io("cannot make", &path, error);
-        let mut file =
-            OpenOptions::new().append(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
-        file.write_all(&shard::shard_header()).map_err(failed)?;
-        File::open(&directory).and_then(|directory| directory.sync_all()).map_err(failed)?;
-        lane.push(Shard { path: path.clone(), bytes: SHARD_HEADER, samples: Vec::new() });
-        lane.current = Some(file);
-        Ok(())
-    }
-
-    fn publish_metrics(&self) {
-        metrics::gauge!("draftsmith_states_bytes", "split" => "train").set(self.train.bytes as f64);
-        metrics::gauge!("draftsmith_states_bytes", "split" => "held_out").set(self.held_out.bytes as f64);
-    }
-}
-
-impl Lane {
-    fn new(prefix: &'static str) -> Self {
-        Self { prefix, shards: VecDeque::new(), current: None, bytes: 0 }
-    }
-
-    fn push(&mut self, shard: Shard) {
-        self.bytes += shard.bytes;
-        self.shards.push_back(shard);
-    }
-
-    fn sync(&mut self) -> Result<(), StatesError> {
-        let (Some(file), Some(shard)) = (&self.current, self.shards.back()) else { return Ok(()) };
-        file.sync_data().map_err(|error| StatesError::io("cannot sync", &shard.path, error))
-    }
-
-    fn close(&mut self) -> Result<(), StatesError> {
-        let result = self.sync();
-        self.current = None;
-        result
-    }
-
-    fn write(&mut self, frame: &[u8], key: (String, u32)) -> Result<(), StatesError> {
-        let (Some(file), Some(shard)) = (&mut self.current, self.shards.back_mut()) else { return Ok(()) };
-        if let Err(error) = file.write_all(frame) {
-            let failure = StatesError::io("cannot append to", &shard.path, error);
-            // What was written of the frame must not stand before a later frame. Where it cannot be cut off, readers
-            // stop there, so nothing more may go into this shard.
-            if file.set_len(shard.bytes).is_err() {
+        if self.current.is_none() {
+            self.start_segment()?;
+        }
+        let (Some(file), Some(mut last)) = (&mut self.current, self.segments.last_entry()) else {
+            return Ok((0, Vec::new()));
+        };
+        let number = *last.key();
+        let segment = last.get_mut();
+        let (mut blocks, mut headers) = (Vec::new(), Vec::new());
+        let mut offset = segment.bytes;
+        for piece in pieces.iter().take(SLICES / 2) {
+            if !blocks.is_empty() && offset + piece.bytes() > limit {
+                break;
+            }
+            let block = Block::new(piece.key, piece.rows, piece.payload, offset);
+            offset = block.end();
+            headers.push(block.header());
+            blocks.push(block);
+        }
+        let mut slices = Vec::with_capacity(2 * blocks.len());
+        for (header, piece) in headers.iter().zip(pieces) {
+            slices.push(IoSlice::new(header));
+            slices.push(IoSlice::new(piece.payload));
+        }
+        if let Err(error) = write_all_slices(file, &mut slices) {
+            let failure = StatesError::io("cannot append to", &segment.path, error);
+            // What was written must not stand before a later block. Where it cannot be cut off, readers stop there, so
+            // nothing more may go into this segment.
+            if file.set_len(segment.bytes).is_err() {
                 self.current = None;
             }
             return Err(failure);
         }
-        shard.bytes += frame.len() as u64;
-        self.bytes += frame.len() as u64;
-        shard.samples.push(key);
+        segment.bytes = offset;
+        Ok((number, blocks))
+    }
+
+    fn append_to_index(&mut self, frame: &[u8]) -> Result<(), StatesError> {
+        if self.index.file.is_none() {
+            self.rewrite_index()?;
+        }
+        let index = &mut self.index;
+        let Some(file) = &mut index.file else { return Ok(()) };
+        if let Err(error) = file.write_all(frame) {
+            let failure = StatesError::io("cannot append to", &index.path, error);
+            if file.set_len(index.bytes).is_err() {
+                index.file = None;
+            }
+            return Err(failure);
+        }
+        index.bytes += frame.len() as u64;
         Ok(())
     }
 
-    /// Writes shard `index` anew without the samples to forget; returns their keys.
-    fn rewrite(
-        &mut self,
-        index: usize,
-        forget: &mut impl FnMut(&SampleHeader) -> bool,
-    ) -> Result<Vec<(String, u32)>, StatesError> {
-        let Some(shard) = self.shards.get_mut(index) else { return Ok(Vec::new()) };
-        let path = shard.path.clone();
-        let failed = |error| StatesError::io("cannot rewrite", &path, error);
-        let source = File::open(&path).map_err(failed)?;
-        let (frames, _) = shard::scan(&source, &path, SHARD_HEADER)?;
-        let (mut kept, mut gone) = (Vec::new(), Vec::new());
-        for frame in frames {
-            let key = (frame.header.request_id.clone(), frame.header.choice_index);
-            if forget(&frame.header) {
-                gone.push(key);
-            } else {
-                kept.push((frame, key));
+    /// Takes a sample into the tables; its blocks are referenced already.
+    fn remember(&mut self, name: SampleName, sample: &IndexedSample) {
+        let header = &sample.header;
+        let held_out = header.held_out;
+        let bytes = header.row_bytes().unwrap_or(0).saturating_mul(header.rows) as u64;
+        self.clock = self.clock.saturating_add(bytes);
+        let sequence = self.next_sequence;
+        self.next_sequence += 1;
+        let order = if held_out { (0, sequence) } else { (self.kept_until(header), sequence) };
+        self.index.live_bytes += sample.length;
+        if held_out {
+            self.held_out_bytes += sample.length;
+            self.held_out_order.insert(order, name.clone());
+        } else {
+            self.train_order.insert(order, name.clone());
+        }
+        let known = Sample {
+            keys: sample.keys.clone(),
+            held_out,
+            order,
+            offset: sample.offset,
+            length: sample.length,
+        };
+        self.samples.insert(name, known);
+    }
+
+    /// When its turn to be evicted comes, by the store's clock. Where nothing is known of its drafts, half of them count
+    /// as accepted.
+    fn kept_until(&self, header: &SampleHeader) -> u64 {
+        let refused = match header.drafting {
+            Some(drafting) if drafting.drafted_tokens > 0 => {
+                1.0 - (drafting.accepted_tokens as f64 / drafting.drafted_tokens as f64).clamp(0.0, 1.0)
+            }
+            _ => 0.5,
+        };
+        self.clock.saturating_add((self.options.quota_bytes as f64 * 0.5 * refused) as u64)
+    }
+
+    fn reference(&mut self, segment: u64, block: Block, held_out: bool) {
+        let stored = self.blocks.entry(block.key).or_insert_with(|| {
+            if let Some(holder) = self.segments.get_mut(&segment) {
+                holder.live_bytes += block.bytes();
+            }
+            Stored { segment, block, references: 0, held_out_references: 0 }
+        });
+        stored.references += 1;
+        if held_out {
+            stored.held_out_references += 1;
+            if stored.held_out_references == 1 {
+                self.held_out_bytes += block.bytes();
             }
         }
-        if gone.is_empty() {
-            return Ok(gone);
+    }
+
+    fn release(&mut self, key: &BlockKey, held_out: bool) {
+        let Some(stored) = self.blocks.get_mut(key) else { return };
+        stored.references -= 1;
+        if held_out {
+            stored.held_out_references -= 1;
+            if stored.held_out_references == 0 {
+                self.held_out_bytes -= stored.block.bytes();
+            }
         }
-        let temporary = crate::store::temporary_name(&path);
-        let mut target = OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&temporary)
-            .map_err(failed)?;
-        target.write_all(&shard::shard_header()).map_err(failed)?;
-        let (mut bytes, mut samples) = (SHARD_HEADER, Vec::new());
-        for (frame, key) in kept {
-            // A damaged sample is of no use to anyone; it goes too.
-            let Ok(payload) = shard::read_payload(&source, &path, &frame) else {
-                gone.push(key);
+        if stored.references > 0 {
+            return;
+        }
+        if let Some(holder) = self.segments.get_mut(&stored.segment) {
+            holder.live_bytes -= stored.block.bytes();
+        }
+        self.blocks.remove(key);
+    }
+
+    /// Takes a sample out of the tables. The index has it until it is written anew.
+    fn drop_sample(&mut self, name: &SampleName) {
+        let Some(sample) = self.samples.remove(name) else { return };
+        self.index.live_bytes -= sample.length;
+        if sample.held_out {
+            self.held_out_order.remove(&sample.order);
+            self.held_out_bytes -= sample.length;
+        } else {
+            self.train_order.remove(&sample.order);
+        }
+        for key in &sample.keys {
+            self.release(key, sample.held_out);
+        }
+    }
+
+    fn make_room(&mut self, needed: u64, held_out: bool) -> Result<(), StatesError> {
+        let mut evicted = 0;
+        let quota = self.options.held_out_quota_bytes.min(self.options.live_limit());
+        if held_out && self.held_out_bytes + needed > quota {
+            let goal = quota.saturating_sub(needed).min(quota - quota / EVICTION_SHARE);
+            while self.held_out_bytes > goal && self.evict_first(true) {
+                evicted += 1;
+            }
+        }
+        let quota = self.options.live_limit();
+        if self.live_bytes() + needed > quota {
+            let goal = quota.saturating_sub(needed).min(quota - quota / EVICTION_SHARE);
+            while self.live_bytes() > goal && (self.evict_first(false) || self.evict_first(true)) {
+                evicted += 1;
+            }
+        }
+        if evicted > 0 {
+            self.evicted_samples += evicted;
+            metrics::counter!("draftsmith_states_evicted_samples_total").increment(evicted);
+            tracing::info!(samples = evicted, "evicted states");
+            // Before any block goes, so that no reader learns of a sample without them.
+            self.rewrite_index()?;
+        }
+        // Emptying a segment takes as much room as it has live blocks, before it gives any.
+        let spare = self.options.segment_limit();
+        while self.bytes() + needed + spare > self.options.quota_bytes {
+            let emptiest = self.segments.iter().max_by_key(|(_, segment)| segment.dead_bytes());
+            let Some((number, segment)) = emptiest else { break };
+            if segment.dead_bytes() == 0 {
+                break;
+            }
+            self.empty_segment(*number)?;
+        }
+        Ok(())
+    }
+
+    /// False where there is none.
+    fn evict_first(&mut self, held_out: bool) -> bool {
+        let order = if held_out { &self.held_out_order } else { &self.train_order };
+        let Some((_, name)) = order.first_key_value() else { return false };
+        let name = name.clone();
+        self.drop_sample(&name);
+        true
+    }
+
+    /// Moves the live blocks of a segment to the youngest one and deletes it.
+    fn empty_segment(&mut self, number: u64) -> Result<(), StatesError> {
+        let Some(segment) = self.segments.get(&number) else { return Ok(()) };
+        let path = segment.path.clone();
+        if self.segments.last_key_value().is_some_and(|(last, _)| *last == number) {
+            self.close_segment()?;
+        }
+        let mut live: Vec<Block> =
+            self.blocks.values().filter(|stored| stored.segment == number).map(|stored| stored.block).collect();
+        live.sort_by_key(|block| block.offset);
+        let source = File::open(&path).map_err(|error| StatesError::io("cannot open", &path, error))?;
+        let mut damaged = HashSet::new();
+        for block in live {
+            let Some(payload) = segment::read_payload(&source, &path, &block)? else {
+                damaged.insert(block.key);
                 continue;
             };
-            let (ids, states) = payload.split_at(4 * (frame.header.rows + 1));
-            let encoded = shard::encode(&frame.header, &decode_ids(ids), states)?;
-            target.write_all(&encoded).map_err(failed)?;
-            bytes += encoded.len() as u64;
-            samples.push(key);
+            let piece = Piece { key: block.key, rows: block.rows as usize, payload: &payload };
+            let (target, written) = self.write_blocks(&[piece])?;
+            for moved in written {
+                self.relocate(target, moved);
+            }
         }
-        target.sync_all().map_err(failed)?;
-        crate::store::rename_durably(&temporary, &path).map_err(failed)?;
-        shard.bytes = bytes;
-        shard.samples = samples;
-        Ok(gone)
+        if !damaged.is_empty() {
+            self.drop_damaged(&damaged)?;
+        }
+        // The old copy goes only once the new one would survive a power cut.
+        self.sync_segment()?;
+        fs::remove_file(&path).map_err(|error| StatesError::io("cannot delete", &path, error))?;
+        self.segments.remove(&number);
+        Ok(())
+    }
+
+    fn relocate(&mut self, segment: u64, moved: Block) {
+        let Some(stored) = self.blocks.get_mut(&moved.key) else { return };
+        if let Some(old) = self.segments.get_mut(&stored.segment) {
+            old.live_bytes -= stored.block.bytes();
+        }
+        if let Some(new) = self.segments.get_mut(&segment) {
+            new.live_bytes += moved.bytes();
+        }
+        stored.segment = segment;
+        stored.block = moved;
+    }
+
+    /// Samples of damaged blocks are of no use to anyone.
+    fn drop_damaged(&mut self, damaged: &HashSet<BlockKey>) -> Result<(), StatesError> {
+        let mut gone = Vec::new();
+        for (name, sample) in &self.samples {
+            if sample.keys.iter().any(|key| damaged.contains(key)) {
+                gone.push(name.clone());
+            }
+        }
+        tracing::warn!(blocks = damaged.len(), samples = gone.len(), "damaged states were found and dropped");
+        for name in &gone {
+            self.drop_sample(name);
+        }
+        self.rewrite_index()
+    }
+
+    /// Writes the index anew, with the samples that the tables have, in the order in which they were stored.
+    fn rewrite_index(&mut self) -> Result<(), StatesError> {
+        let path = self.index.path.clone();
+        let failed = |error| StatesError::io("cannot rewrite", &path, error);
+        let mut kept: Vec<(u64, u64, SampleName)> = Vec::with_capacity(self.samples.len());
+        for (name, sample) in &self.samples {
+            kept.push((sample.offset, sample.length, name.clone()));
+        }
+        kept.sort();
+        let mut bytes = file_header(index::MAGIC).to_vec();
+        if !kept.is_empty() {
+            let source = File::open(&path).map_err(failed)?;
+            for (offset, length, name) in &kept {
+                let start = bytes.len();
+                bytes.resize(start + *length as usize, 0);
+                if !read_fully(&source, &mut bytes[start..], *offset).map_err(failed)? {
+                    let reason = format!("the index ends before sample {} of request {}", name.1, name.0);
+                    return Err(StatesError::Damaged { path, offset: *offset, reason });
+                }
+            }
+        }
+        crate::store::publish(&path, &bytes).map_err(failed)?;
+        let mut position = index::EMPTY;
+        for (_, length, name) in kept {
+            if let Some(sample) = self.samples.get_mut(&name) {
+                sample.offset = position;
+            }
+            position += length;
+        }
+        self.index.bytes = bytes.len() as u64;
+        self.index.file = Some(open_to_append(&path)?);
+        Ok(())
+    }
+
+    fn read_index(&self) -> Result<Vec<IndexedSample>, StatesError> {
+        let path = &self.index.path;
+        let file = File::open(path).map_err(|error| StatesError::io("cannot open", path, error))?;
+        let mut samples = index::scan(&file, path, index::EMPTY)?.samples;
+        samples.retain(|sample| self.contains(&sample.header.request_id, sample.header.choice_index));
+        Ok(samples)
+    }
+
+    /// Goes on with the youngest segment where it has room.
+    fn reopen_segment(&mut self) -> Result<(), StatesError> {
+        let Some((_, youngest)) = self.segments.last_key_value() else { return Ok(()) };
+        if youngest.bytes < self.options.segment_limit() {
+            self.current = Some(open_to_append(&youngest.path)?);
+        }
+        Ok(())
+    }
+
+    fn start_segment(&mut self) -> Result<(), StatesError> {
+        let number = self.next_segment;
+        let path = segment::path_of(&self.directory, number);
+        let failed = |error| StatesError::io("cannot make", &path, error);
+        let mut file =
+            OpenOptions::new().append(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
+        self.next_segment += 1;
+        file.write_all(&file_header(segment::MAGIC)).map_err(failed)?;
+        File::open(&self.directory).and_then(|directory| directory.sync_all()).map_err(failed)?;
+        self.segments.insert(number, Segment { path, bytes: segment::EMPTY, live_bytes: 0 });
+        self.current = Some(file);
+        Ok(())
+    }
+
+    fn sync_segment(&mut self) -> Result<(), StatesError> {
+        let (Some(file), Some((_, segment))) = (&self.current, self.segments.last_key_value()) else {
+            return Ok(());
+        };
+        file.sync_data().map_err(|error| StatesError::io("cannot sync", &segment.path, error))
+    }
+
+    fn close_segment(&mut self) -> Result<(), StatesError> {
+        let synced = self.sync_segment();
+        self.current = None;
+        synced
+    }
+
+    fn publish_metrics(&self) {
+        let bytes = self.bytes();
+        let held_out = self.held_out_bytes.min(bytes);
+        metrics::gauge!("draftsmith_states_bytes", "split" => "train").set((bytes - held_out) as f64);
+        metrics::gauge!("draftsmith_states_bytes", "split" => "held_out").set(held_out as f64);
     }
 }
 
-pub(crate) fn decode_ids(bytes: &[u8]) -> Vec<u32> {
-    bytes.as_chunks::<4>().0.iter().map(|id| u32::from_le_bytes(*id)).collect()
+/// A block to be written.
+struct Piece<'a> {
+    key: BlockKey,
+    rows: usize,
+    payload: &'a [u8],
 }
 
-/// The shards of a directory as (number, held out, path), oldest first.
-pub(crate) fn list_shards(directory: &Path) -> Result<Vec<(u64, bool, PathBuf)>, StatesError> {
-    let failed = |error| StatesError::io("cannot list", directory, error);
-    let mut shards = Vec::new();
-    for entry in fs::read_dir(directory).map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        let name = entry.file_name();
-        let Some((split, number)) = name
-            .to_str()
-            .and_then(|name| name.strip_suffix(SHARD_EXTENSION))
-            .and_then(|name| name.split_once('-'))
-        else {
-            continue;
-        };
-        let held_out = match split {
-            "train" => false,
-            "heldout" => true,
-            _ => continue,
-        };
-        let plain = entry.file_type().is_ok_and(|kind| kind.is_file());
-        if let (Ok(number), true) = (number.parse(), plain) {
-            shards.push((number, held_out, entry.path()));
+impl Piece<'_> {
+    fn bytes(&self) -> u64 {
+        segment::BLOCK_HEADER + self.payload.len() as u64
+    }
+}
+
+/// Bytes of one row of the sample, all its lengths checked.
+fn check_shape(sample: &NewSample<'_>) -> Result<usize, StatesError> {
+    let header = sample.header;
+    let shape = |reason: String| StatesError::Shape { request_id: header.request_id.clone(), reason };
+    if header.rows == 0 || header.rows.checked_add(1) != Some(sample.token_ids.len()) {
+        return Err(shape(format!(
+            "{} token ids for {} rows; there must be a row, and ids must be rows + 1",
+            sample.token_ids.len(),
+            header.rows
+        )));
+    }
+    if sample.first_row >= header.rows {
+        return Err(shape(format!("its first row is {} of {}", sample.first_row, header.rows)));
+    }
+    let given = header.rows - sample.first_row;
+    let row_bytes = header.row_bytes().filter(|bytes| *bytes > 0);
+    if row_bytes.and_then(|bytes| bytes.checked_mul(given)) != Some(sample.states.len()) {
+        return Err(shape(format!(
+            "{} bytes of states for [{given}, {}, {}] {:?}",
+            sample.states.len(),
+            header.layers,
+            header.hidden,
+            header.dtype
+        )));
+    }
+    Ok(row_bytes.unwrap_or(0))
+}
+
+fn take_lock(directory: &Path) -> Result<File, StatesError> {
+    let path = directory.join(LOCK_NAME);
+    let lock = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o600)
+        .open(&path)
+        .map_err(|error| StatesError::io("cannot open", &path, error))?;
+    match lock.try_lock() {
+        Ok(()) => Ok(lock),
+        Err(TryLockError::WouldBlock) => Err(StatesError::Locked { path }),
+        Err(TryLockError::Error(error)) => Err(StatesError::io("cannot lock", &path, error)),
+    }
+}
+
+fn open_to_append(path: &Path) -> Result<File, StatesError> {
+    OpenOptions::new().append(true).open(path).map_err(|error| StatesError::io("cannot open", path, error))
+}
+
+/// Writes all of it, however little the system takes at once.
+fn write_all_slices(file: &mut File, mut slices: &mut [IoSlice<'_>]) -> std::io::Result<()> {
+    while !slices.is_empty() {
+        match file.write_vectored(slices) {
+            Ok(0) => return Err(std::io::ErrorKind::WriteZero.into()),
+            Ok(written) => IoSlice::advance_slices(&mut slices, written),
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
         }
     }
-    shards.sort();
-    Ok(shards)
+    Ok(())
 }
 
-/// Reads back a shard of an earlier run and cuts its torn tail. None where it holds nothing (it is deleted) or is no
-/// shard at all (it is left alone, and said in the log).
-fn recover(path: &Path) -> Result<Option<Shard>, StatesError> {
+/// The length and the blocks of a segment of an earlier run, its torn end cut. None where it holds nothing (it is deleted)
+/// or is no segment at all (it is left alone, and said in the log).
+fn recover_segment(path: &Path, youngest: bool) -> Result<Option<(u64, Vec<Block>)>, StatesError> {
     let failed = |error| StatesError::io("cannot recover", path, error);
     let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
-    let whole = match shard::check_shard_header(&file, path) {
+    let whole = match check_file_header(&file, path, segment::MAGIC) {
         Ok(whole) => whole,
-        Err(error @ StatesError::NotAShard { .. }) => {
+        Err(error @ StatesError::Foreign { .. }) => {
             tracing::warn!("{error}");
             return Ok(None);
         }
         Err(error) => return Err(error),
     };
-    let (mut frames, torn) = if whole { shard::scan(&file, path, SHARD_HEADER)? } else { (Vec::new(), None) };
-    let length = file.metadata().map_err(failed)?.len();
-    // After a power cut the last frames can have their length but not their bytes.
-    while let Some(last) = frames.last() {
-        match shard::read_payload(&file, path, last) {
-            Ok(_) => break,
-            Err(StatesError::Damaged { .. }) => frames.pop(),
-            Err(error) => return Err(error),
-        };
+    let (mut blocks, torn) =
+        if whole { segment::scan(&file, path, FILE_HEADER)? } else { (Vec::new(), None) };
+    // After a power cut the last blocks can have their length but not their bytes.
+    while youngest && let Some(last) = blocks.last() {
+        if segment::read_payload(&file, path, last)?.is_some() {
+            break;
+        }
+        blocks.pop();
     }
-    let end = frames.last().map_or(SHARD_HEADER, |frame| frame.end());
+    let end = blocks.last().map_or(segment::EMPTY, Block::end);
+    let length = file.metadata().map_err(failed)?.len();
     if end < length {
-        let reason = torn.map_or("it does not match its checksum".to_string(), |(_, reason)| reason);
-        tracing::warn!(shard = %path.display(), from = end, to = length, %reason, "cut the torn tail of a state shard");
+        let reason = torn.map_or("it does not match its checksum", |(_, reason)| reason);
+        tracing::warn!(segment = %path.display(), from = end, to = length, reason, "cut the torn end of a segment of states");
         file.set_len(end).map_err(failed)?;
         file.sync_all().map_err(failed)?;
     }
-    if frames.is_empty() {
+    if blocks.is_empty() {
         fs::remove_file(path).map_err(failed)?;
         return Ok(None);
     }
-    let samples =
-        frames.iter().map(|frame| (frame.header.request_id.clone(), frame.header.choice_index)).collect();
-    Ok(Some(Shard { path: path.to_path_buf(), bytes: end, samples }))
+    Ok(Some((end, blocks)))
+}
+
+/// The samples of the index of an earlier run, and whether the file can stay as it is.
+fn recover_index(path: &Path) -> Result<(Vec<IndexedSample>, bool), StatesError> {
+    let Some((file, _)) = super::frame::open_if_there(path)? else { return Ok((Vec::new(), false)) };
+    if !check_file_header(&file, path, index::MAGIC)? {
+        return Ok((Vec::new(), false));
+    }
+    let scanned = index::scan(&file, path, index::EMPTY)?;
+    for (offset, reason) in &scanned.damaged {
+        tracing::warn!(index = %path.display(), offset, reason, "a sample of states is damaged and dropped");
+    }
+    if let Some(reason) = &scanned.torn {
+        tracing::warn!(index = %path.display(), from = scanned.end, reason, "cut the torn end of the index of states");
+    }
+    let clean = scanned.damaged.is_empty() && scanned.torn.is_none();
+    Ok((scanned.samples, clean))
 }
 
 /// Unix time.

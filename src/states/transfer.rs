@@ -18,7 +18,10 @@ use super::StateDtype;
 use crate::store::hex;
 
 /// The value of `format` in the metadata of a file that we read.
-pub const FORMAT: &str = "draftsmith-states-1";
+pub const FORMAT: &str = "draftsmith-states-2";
+
+/// The file in the transfer directory whose replacement tells the plugin that rows which it gave before are not here.
+pub const RESEND: &str = ".resend";
 
 /// The extension of a published file, with its dot.
 pub const EXTENSION: &str = ".safetensors";
@@ -83,7 +86,7 @@ fn is_number(text: &str) -> bool {
 }
 
 /// What one request added to vLLM's counters of speculative decoding.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Drafting {
     /// Steps in which drafted tokens were verified.
     pub drafts: i64,
@@ -109,6 +112,10 @@ pub struct TransferFile {
     pub drafting: Option<Drafting>,
     /// [T + 1], prompt and output.
     pub token_ids: Vec<u32>,
+    /// What else than the tokens decides the rows (LoRA, images); empty for most requests.
+    pub prefix_salt: String,
+    /// Rows before it were given with an earlier request of the same prefix.
+    pub first_row: usize,
     /// T.
     pub rows: usize,
     /// L.
@@ -116,7 +123,7 @@ pub struct TransferFile {
     /// H.
     pub hidden: usize,
     pub dtype: StateDtype,
-    /// [T, L, H], little-endian, in `dtype`.
+    /// [T - first_row, L, H], little-endian, in `dtype`.
     pub states: Vec<u8>,
 }
 
@@ -179,9 +186,11 @@ pub fn parse(bytes: &[u8]) -> Result<TransferFile, TransferError> {
     let (states, ids) = views(&tensors)?;
     let layer_ids: Vec<u32> = serde_json::from_str(field("layer_ids")?)
         .map_err(|error| format(format!("layer_ids are no list of numbers: {error}")))?;
-    let prompt_length: usize = field("prompt_tokens")?
-        .parse()
-        .map_err(|error| format(format!("prompt_tokens is no number: {error}")))?;
+    let number = |name: &str| -> Result<usize, TransferError> {
+        field(name)?.parse().map_err(|error| format(format!("{name} is no number: {error}")))
+    };
+    let prompt_length = number("prompt_tokens")?;
+    let first_row = number("first_row")?;
 
     let expected = field("sha256")?;
     let actual = checksum(states.data(), ids.data());
@@ -189,10 +198,12 @@ pub fn parse(bytes: &[u8]) -> Result<TransferFile, TransferError> {
         return Err(TransferError::Checksum { expected: expected.to_string(), actual });
     }
 
-    let Tensors { token_ids, rows, layers, hidden, dtype } = Tensors::read(&states, &ids, layer_ids.len())?;
-    if rows.checked_add(1) != Some(token_ids.len()) {
+    let Tensors { token_ids, rows: given, layers, hidden, dtype } =
+        Tensors::read(&states, &ids, layer_ids.len())?;
+    let rows = token_ids.len().saturating_sub(1);
+    if first_row.checked_add(given) != Some(rows) {
         return Err(TransferError::Shape(format!(
-            "{rows} rows for {} token ids; rows must be ids - 1",
+            "{given} rows from row {first_row} on for {} token ids; the last row must be that of the last id but one",
             token_ids.len()
         )));
     }
@@ -210,6 +221,8 @@ pub fn parse(bytes: &[u8]) -> Result<TransferFile, TransferError> {
         head_swapped: metadata.get("head_swapped").is_some_and(|word| word == "true"),
         drafting: parse_drafting(metadata)?,
         token_ids,
+        prefix_salt: metadata.get("prefix_salt").cloned().unwrap_or_default(),
+        first_row,
         rows,
         layers,
         hidden,

@@ -4,6 +4,7 @@
 //! and its directory synced.
 
 mod disk;
+mod map;
 mod object;
 
 use std::fs::{self, File, OpenOptions};
@@ -12,6 +13,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 pub use disk::{Disk, DiskFile, Fault, Operation, create_private_directory};
+pub use map::Map;
 pub use object::{ObjectError, ObjectTarget};
 
 /// Where everything that draftsmith keeps lives.
