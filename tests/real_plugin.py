@@ -1,4 +1,5 @@
-"""The plugin against a real vLLM: states, drafting counts, swaps, refusals, d2t. Started by tests/plugin.rs.
+"""The plugin against a real vLLM: states, prefixes exported once, drafting counts, swaps, refusals, d2t. Started by
+tests/plugin.rs.
 
 The server runs src/demo_env/serve.sh; the Python is that environment's, since it needs transformers.
 """
@@ -86,20 +87,49 @@ def reference(token_ids, layers):
     return torch.stack([last["states"] if k == verifier.config.num_hidden_layers else hidden[k][0] for k in layers], 1)
 
 
-def check_file(path):
-    """Largest relative error of a row."""
+files = {}  # path to metadata, states and token ids
+rows = {}  # of all files that were read, by the sha256 of all that determines a row
+
+
+def row_keys(salt, token_ids):
+    """A row's key: of the salt and the token ids up to its own."""
+    keys, known = [], hashlib.sha256(salt.encode())
+    for token in token_ids:
+        known.update(b"%d," % token)
+        keys.append(known.digest())
+    return keys
+
+
+def read_file(path):
+    """Checks the file by itself, and keeps its rows."""
     with safe_open(path, "pt") as file:
         meta = file.metadata()
         states, ids = file.get_tensor("hidden_states"), file.get_tensor("token_ids")
     assert os.stat(path).st_mode & 0o777 == 0o600
     raw = states.numpy().tobytes() + ids.numpy().tobytes()
-    assert meta["sha256"] == hashlib.sha256(raw).hexdigest() and meta["format"] == "draftsmith-states-1"
-    assert states.shape[0] == len(ids) - 1
-    want = reference(ids.tolist()[:-1], json.loads(meta["layer_ids"]))
+    assert meta["sha256"] == hashlib.sha256(raw).hexdigest() and meta["format"] == "draftsmith-states-2"
+    first_row = int(meta["first_row"])
+    assert states.shape[0] == len(ids) - 1 - first_row > 0
+    files[path] = meta, states, ids.tolist()
+    keys = row_keys(meta["prefix_salt"], ids.tolist()[:-1])
+    rows.update(zip(keys[first_row:], states))
+
+
+def check_file(path):
+    """Largest relative error of a row; rows that the file lacks are those of the other files."""
+    for name in os.listdir(options.transfer):
+        found = os.path.join(options.transfer, name)
+        if name.endswith(".safetensors") and found not in files:
+            read_file(found)
+    meta, states, ids = files[path]
+    first_row = int(meta["first_row"])
+    keys = row_keys(meta["prefix_salt"], ids[:-1])
+    states = torch.cat([*(rows[key][None] for key in keys[:first_row]), states])
+    want = reference(ids[:-1], json.loads(meta["layer_ids"]))
     error = (states - want).norm(dim=-1) / want.norm(dim=-1)
     # float32 noise of another order of summation is 1e-6 to 1e-4; a wrong or stale row is near 1
     assert error.max() <= 1e-3, (path, error.max())
-    return float(error.max()), ids.tolist(), meta
+    return float(error.max()), ids, meta
 
 
 def counted():
@@ -195,6 +225,44 @@ two = complete("Once upon a time", 24, n=2, temperature=0.9, seed=1)
 for path in exported(two["id"], 2):
     print("n=2", check_file(path)[0])
 assert difference(counted(), before) == exported_counts(exported(two["id"], 2))
+
+# a conversation: each turn exports what is new; what the collector asks for again comes whole
+def ask_for_all_again():
+    temporary = os.path.join(options.transfer, ".resend.tmp")
+    with open(temporary, "w"):
+        pass
+    os.rename(temporary, os.path.join(options.transfer, ".resend"))
+
+def turn(earlier, question, **more):
+    """The conversation after the answer, and the first row of its file."""
+    code, answered = call("/tokenize", {"model": "smollm2", "prompt": question})
+    assert code == 200, answered
+    answer = complete(earlier + json.loads(answered)["tokens"], 60, **more)
+    error, after, meta = check_file(exported(answer["id"])[0])
+    print("turn of", len(after), "tokens, first row", meta["first_row"], "largest relative error", error)
+    assert (meta["prefix_salt"] == "") == ("cache_salt" not in more)
+    return after, int(meta["first_row"])
+
+questions = ["A lighthouse keeper writes a long letter to his sister about the storm. " * 20,
+             "She answers with news of the town, the market and the mill. " * 12, "He asks how the harvest was. " * 12,
+             "She tells of the wheat and of the apples. " * 12, "They say farewell. " * 12]
+conversation, first_rows = [], []
+skipped = status()["tap"]["skipped_rows"]
+for question in questions[:3]:
+    conversation, first_row = turn(conversation, question)
+    first_rows.append(first_row)
+assert 0 == first_rows[0] < first_rows[1] < first_rows[2], first_rows
+assert status()["tap"]["skipped_rows"] - skipped == sum(first_rows)
+ask_for_all_again()
+conversation, first_row = turn(conversation, questions[3])
+assert first_row == 0
+conversation, first_row = turn(conversation, questions[4])
+assert first_row > first_rows[2]
+# vLLM shares no block with a request of another salt
+salted, first_row = turn([], questions[0], cache_salt="tenant")
+assert first_row == 0
+_, first_row = turn(salted, questions[1], cache_salt="tenant")
+assert first_row == first_rows[1]
 
 # cut at the token limit, ended by a token, and drafts that a grammar trims
 before = counted()
@@ -346,4 +414,4 @@ assert tap["steps"] == tap["captured_steps"] > 0
 for reason in ("missed_steps", "overrun_steps", "not_sampled", "over_budget", "incomplete", "dropped", "failed"):
     assert tap[reason] == 0, reason
 print("end", final)
-assert not [name for name in os.listdir(options.transfer) if name.startswith(".")]
+assert [name for name in os.listdir(options.transfer) if name.startswith(".")] == [".resend"]

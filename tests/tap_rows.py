@@ -1,4 +1,5 @@
-"""The tap's pure logic, without vLLM: row store, budget, ring, guard, configuration. Started by tests/plugin.rs.
+"""The tap's pure logic, without vLLM: row store, budget, exports, ring, guard, salt, configuration. Started by
+tests/plugin.rs.
 
 The first argument is the directory of the plugin.
 """
@@ -12,6 +13,7 @@ import numpy as np
 sys.path.insert(0, sys.argv[1])
 from draftsmith_vllm.config import check_modes, read_tap_config
 from draftsmith_vllm.rows import RowStore, SegmentRing, StepGuard
+from draftsmith_vllm.salt import other_inputs, prefix_salt
 
 BLOCK, WIDTH = 4, 8
 
@@ -36,6 +38,16 @@ def read(target, blocks, count):
         return None
     found = values(loan)
     target.take_back(loan)
+    return found
+
+
+def export(target, blocks, count, whole=False):
+    """The first row of the file and its values, or None. The file is published."""
+    loan = target.lend(blocks, count, whole)
+    if loan is None:
+        return None
+    found = loan.first_row, values(loan)
+    target.take_back(loan, exported=True)
     return found
 
 
@@ -171,6 +183,177 @@ def test_no_row_of_another_is_ever_given_out():
             assert values(loan) == before, "nobody wrote into what a writer reads"
             target.take_back(loan)
     assert missed > 50 and given > 50, (missed, given)
+
+
+def test_a_prefix_that_was_exported_is_left_out():
+    target = store(10)
+    for block in (1, 2, 3):
+        write(target, block, block)
+    assert export(target, [1, 2], 7) == (0, [1] * 4 + [2] * 3)
+    assert export(target, [1, 2, 3], 12) == (4, [2] * 4 + [3] * 4), "row 7 was in no file"
+    assert export(target, [1, 2, 3], 12) == (8, [3] * 4), "one row at least"
+    assert export(target, [1, 2, 3], 9) == (8, [3])
+    assert export(target, [1, 2, 3], 8) == (4, [2] * 4)
+    assert export(target, [1], 1) == (0, [1])
+    write(target, 4, 4)
+    assert export(target, [1, 4, 3], 12) == (4, [4] * 4 + [3] * 4), "what follows a new block is exported with it"
+    assert export(target, [1, 2], 12) is None, "more rows than blocks"
+    assert export(target, [1, 2, 3], 12, whole=True) == (0, [1] * 4 + [2] * 4 + [3] * 4)
+
+
+def test_a_file_that_was_not_published_exports_nothing():
+    target = store(10)
+    write(target, 1, 1)
+    write(target, 2, 2)
+    assert read(target, [1, 2], 8) == [1] * 4 + [2] * 4
+    assert export(target, [1, 2], 8) == (0, [1] * 4 + [2] * 4)
+
+
+def test_a_block_that_is_written_again_is_exported_again():
+    target = store(2)
+    write(target, 1, 1)
+    write(target, 2, 2)
+    export(target, [1, 2], 8)
+    write(target, 1, 9, count=2)
+    assert export(target, [1, 2], 8) == (0, [9] * 2 + [1] * 2 + [2] * 4)
+    target.hold("a", [1, 2])
+    write(target, 3, 3)
+    assert export(target, [3], 4) is None, "no room"
+    target.end("a")
+    write(target, 3, 3)
+    write(target, 4, 4)
+    export(target, [3, 4], 8)
+    target.hold("b", [3, 4])
+    write(target, 1, 7)
+    assert export(target, [1, 4], 8) is None, "block 1 was exported once, but its new rows found no room"
+
+
+def test_a_block_that_is_written_while_its_file_is_does_not_count_as_exported():
+    target = store(4, kv_blocks=4)
+    for block in (1, 2, 3):
+        write(target, block, block)
+    loan = target.lend([1, 2], 8)
+    write(target, 1, 9)
+    target.take_back(loan, exported=True)
+    assert export(target, [1, 2], 8) == (0, [9] * 4 + [2] * 4)
+    assert export(target, [3, 2], 8) == (0, [3] * 4 + [2] * 4), "nor does another"
+
+
+def test_an_exported_prefix_needs_no_room():
+    target = store(2)
+    write(target, 1, 1)
+    write(target, 2, 2)
+    export(target, [1, 2], 8)
+    write(target, 3, 3)
+    write(target, 4, 4)
+    assert export(target, [1, 2, 3, 4], 16) == (8, [3] * 4 + [4] * 4)
+    assert export(target, [1, 2], 8, whole=True) is None and export(target, [1, 2], 8) is None
+
+
+def test_after_a_missed_step_nothing_is_exported():
+    target = store(10)
+    for block in (1, 2, 3):
+        write(target, block, block)
+    export(target, [1], 4)
+    loan = target.lend([2], 4)
+    target.forget_all()
+    target.take_back(loan, exported=True)
+    write(target, 3, 3)
+    assert export(target, [1, 3], 8) is None and export(target, [2, 3], 8) is None
+    write(target, 1, 4)
+    assert export(target, [1, 3], 8) == (0, [4] * 4 + [3] * 4)
+
+
+def test_files_that_are_asked_for_again_come_whole():
+    target = store(10)
+    for block in (1, 2, 3):
+        write(target, block, block)
+    export(target, [1, 3], 8)
+    loan = target.lend([2, 3], 8)
+    target.forget_exports()
+    assert export(target, [1, 3], 8) == (0, [1] * 4 + [3] * 4)
+    target.take_back(loan, exported=True)
+    assert export(target, [2, 3], 8) == (0, [2] * 4 + [3] * 4), "a file that was on its way counts for nothing"
+    assert export(target, [1, 3], 8) == export(target, [2, 3], 8) == (4, [3] * 4)
+
+
+def test_what_is_left_out_is_always_in_a_file():
+    """Random traffic: the rows of all files so far, by what was written, against those that are left out."""
+    generator = random.Random(6)
+    target, truth, published, lent, left_out, resends = store(6, 10), {}, {}, [], 0, 0
+    for turn in range(12000):
+        kind = generator.random()
+        blocks = generator.sample(range(1, 5), 2)
+        if kind < 0.3:
+            slots = sorted({blocks[0] * BLOCK + generator.randrange(BLOCK) for _ in range(3)})
+            target.write(np.array(slots), rows(*[turn % 251] * len(slots)))
+            # which write it was, since its value comes again
+            truth.update(dict.fromkeys(slots, turn))
+        elif kind < 0.35:
+            # of other requests, which take the room
+            write(target, generator.randrange(5, 10), 0)
+        elif kind < 0.36:
+            target.forget_all()
+        elif kind < 0.37:
+            target.forget_exports()
+            published.clear()
+            resends += 1
+        elif kind < 0.45:
+            target.hold(str(generator.randrange(3)), blocks)
+        elif kind < 0.5:
+            target.end(str(generator.randrange(3)))
+        elif kind < 0.8 and len(lent) < 3:
+            count = generator.randrange(1, 2 * BLOCK + 1)
+            asked = [block * BLOCK + offset for block in blocks for offset in range(BLOCK)][:count]
+            loan = target.lend(blocks, count)
+            if loan is None:
+                continue
+            wanted = [truth.get(slot) for slot in asked]
+            assert values(loan) == [writing % 251 for writing in wanted[loan.first_row :]]
+            assert 0 <= loan.first_row < count
+            for slot, value in zip(asked[: loan.first_row], wanted):
+                assert value in published[slot], (turn, blocks, slot)
+                left_out += 1
+            lent.append((loan, dict(zip(asked[loan.first_row :], wanted[loan.first_row :])), resends))
+        elif lent:
+            loan, content, resends_before = lent.pop(0)
+            success = generator.random() < 0.8
+            if success and resends_before == resends:
+                for slot, value in content.items():
+                    published.setdefault(slot, set()).add(value)
+            target.take_back(loan, exported=success)
+    assert left_out > 300 and resends > 50, (left_out, resends)
+
+
+def request(**inputs):
+    return SimpleNamespace(request_id="a", **inputs)
+
+
+def salt(**inputs):
+    return prefix_salt(request(**inputs), other_inputs(request(**inputs)))
+
+
+def test_the_salt_names_all_that_vllm_tells_apart():
+    assert salt() == salt(lora_request=None, cache_salt=None, mm_features=[], prompt_embeds=None) == ""
+    adapter = SimpleNamespace(lora_name="law", lora_path="/one")
+    image = SimpleNamespace(identifier="f00d", mm_position=SimpleNamespace(offset=3, length=9))
+    moved = SimpleNamespace(identifier="f00d", mm_position=SimpleNamespace(offset=4, length=9))
+    unnamed = SimpleNamespace(mm_position=None)
+    salts = [
+        salt(lora_request=adapter),
+        salt(lora_request=SimpleNamespace(lora_name="law", lora_path="/two")),
+        salt(cache_salt="tenant"),
+        salt(cache_salt="tenant", lora_request=adapter),
+        salt(mm_features=[image]),
+        salt(mm_features=[moved]),
+        salt(mm_features=[image, moved]),
+        salt(mm_features=[unnamed]),
+        salt(prompt_embeds=object()),
+    ]
+    assert len(set(salts)) == len(salts) and all(len(found) == 64 for found in salts)
+    assert salts[0] == salt(lora_request=SimpleNamespace(lora_name="law", lora_path="/one"))
+    assert other_inputs(request(cache_salt="tenant", lora_request=adapter)) == []
+    assert other_inputs(request(mm_features=[image])) and other_inputs(request(prompt_embeds=object()))
 
 
 def test_a_budget_below_one_block_is_refused():

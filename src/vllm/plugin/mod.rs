@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// Path under the plugin directory, and content.
-const FILES: [(&str, &str); 13] = [
+const FILES: [(&str, &str); 14] = [
     ("draftsmith_vllm/__init__.py", include_str!("draftsmith_vllm/__init__.py")),
     ("draftsmith_vllm/config.py", include_str!("draftsmith_vllm/config.py")),
     ("draftsmith_vllm/connector.py", include_str!("draftsmith_vllm/connector.py")),
@@ -13,6 +13,7 @@ const FILES: [(&str, &str); 13] = [
     ("draftsmith_vllm/head_file.py", include_str!("draftsmith_vllm/head_file.py")),
     ("draftsmith_vllm/intake.py", include_str!("draftsmith_vllm/intake.py")),
     ("draftsmith_vllm/rows.py", include_str!("draftsmith_vllm/rows.py")),
+    ("draftsmith_vllm/salt.py", include_str!("draftsmith_vllm/salt.py")),
     ("draftsmith_vllm/staging.py", include_str!("draftsmith_vllm/staging.py")),
     ("draftsmith_vllm/state.py", include_str!("draftsmith_vllm/state.py")),
     ("draftsmith_vllm/tap.py", include_str!("draftsmith_vllm/tap.py")),
@@ -70,7 +71,7 @@ mod tests {
         for (name, content) in FILES {
             assert_eq!(fs::read_to_string(directory.path().join(name)).unwrap(), content);
         }
-        assert_eq!(fs::read_dir(tap.parent().unwrap()).unwrap().count(), 11, "no temporary file stays");
+        assert_eq!(fs::read_dir(tap.parent().unwrap()).unwrap().count(), 12, "no temporary file stays");
     }
 
     #[test]

@@ -1,7 +1,8 @@
 """A KV connector that moves no KV: it tells the tap which request has which KV blocks, and at a request's end writes its
 states to a file.
 
-The file also says how much was drafted for the request and accepted, as vLLM itself counts it, and for which head.
+Rows of a prefix that an earlier file has are left out; a file of the collector's own, RESEND, has them come again. The file
+also says how much was drafted for the request and accepted, as vLLM itself counts it, and for which head.
 
 Nothing is put into the response, no block is kept from being freed, and a request fails for nothing that happens here: what
 cannot be exported is counted and logged. config.py says what can be set.
@@ -26,6 +27,7 @@ from vllm.v1.request import RequestStatus
 from .config import check_modes, layer_ids, read_tap_config
 from .intake import Intake
 from .rows import Loan, RowStore
+from .salt import other_inputs, prefix_salt
 from .state import HEAD, TAP, Drafting, remember_first_head
 
 try:
@@ -34,7 +36,9 @@ except ImportError:  # vLLM 0.26 counts for the whole server alone
     RequestSpecDecodeMetrics = None
 
 logger = init_logger("vllm.draftsmith.connector")
-FORMAT = "draftsmith-states-1"
+FORMAT = "draftsmith-states-2"
+# whoever collects files replaces this one in transfer_dir where it lacks rows that count as exported
+RESEND = ".resend"
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 UNFINISHED = (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_IGNORED, RequestStatus.FINISHED_ERROR)
 
@@ -45,6 +49,8 @@ class FinishedRequest:
     token_ids: list[int]  # prompt and all output ids; the last one was sampled but never computed
     prompt_tokens: int
     block_ids: list[int]
+    prefix_salt: str
+    whole: bool  # nothing of it is left out, and nothing is left out for it
     drafting: Drafting | None  # None: this vLLM does not count per request
 
 
@@ -79,8 +85,8 @@ class States:
 
     rows: Loan
     dtype: str
-    shape: list[int]  # tokens - 1, layers, hidden
-    token_ids: list[int]
+    shape: list[int]  # rows, layers, hidden
+    token_ids: list[int]  # all of the request, one more than its rows
 
 
 def write_states(directory: str, states: States, metadata: dict[str, str]) -> int:
@@ -138,6 +144,7 @@ class DraftsmithConnector(KVConnectorBase_V1):
         self._lock = threading.Lock()  # guards _pending_bytes
         self._pending_bytes = 0  # of files on their way to the disk
         self._swaps_at_begin: dict[str, int] = {}  # request id to HEAD.swaps when its first step ran
+        self._resend_seen: tuple[int, int] | None = None  # what RESEND was when it was last looked at
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -197,8 +204,18 @@ class DraftsmithConnector(KVConnectorBase_V1):
         sampled = is_sampled(request.request_id, self._config.sample_rate)
         covered = len(token_ids) - 1 <= len(block_ids) * self._block_size
         if usable and sampled and covered:
+            inputs = other_inputs(request)
             self._next.finished.append(
-                FinishedRequest(request.request_id, token_ids, request.num_prompt_tokens, list(block_ids), drafting)
+                FinishedRequest(
+                    request.request_id,
+                    token_ids,
+                    request.num_prompt_tokens,
+                    list(block_ids),
+                    prefix_salt(request, inputs),
+                    # vLLM shares the blocks before its first image with requests of another salt
+                    whole=bool(inputs),
+                    drafting=drafting,
+                )
             )
         else:
             self._next.gone.append(request.request_id)
@@ -285,8 +302,12 @@ class DraftsmithConnector(KVConnectorBase_V1):
         if store.end(finished.request_id):
             TAP.counters.add(over_budget=1)
             return
+        resend = self._look_at_resend()
+        if resend != self._resend_seen:
+            self._resend_seen = resend
+            store.forget_exports()
         count = len(finished.token_ids) - 1
-        loan = store.lend(finished.block_ids, count)
+        loan = store.lend(finished.block_ids, count, finished.whole)
         if loan is None:
             TAP.counters.add(incomplete=1)
             return
@@ -294,9 +315,17 @@ class DraftsmithConnector(KVConnectorBase_V1):
             store.take_back(loan)
             return
         model = self._vllm_config.model_config
-        shape = [count, len(self._layer_ids), model.get_hidden_size()]
+        shape = [count - loan.first_row, len(self._layer_ids), model.get_hidden_size()]
         states = States(loan, DTYPE_NAMES[model.dtype], shape, finished.token_ids)
         self._executor.submit(self._write, finished, states, head_digest, swapped)
+
+    def _look_at_resend(self) -> tuple[int, int] | None:
+        """Changes when the file is replaced; None: there is none."""
+        try:
+            found = os.lstat(os.path.join(self._config.transfer_dir, RESEND))
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
 
     def _reserve(self, request_id: str, size: int) -> bool:
         """Room on disk for a file of so many bytes."""
@@ -319,12 +348,15 @@ class DraftsmithConnector(KVConnectorBase_V1):
         return False
 
     def _write(self, finished: FinishedRequest, states: States, head_digest: str | None, swapped: bool) -> None:
+        published = False
         try:
             metadata = {
                 "format": FORMAT,
                 "request_id": finished.request_id,
                 "layer_ids": json.dumps(self._layer_ids, separators=(",", ":")),
                 "prompt_tokens": str(finished.prompt_tokens),
+                "first_row": str(states.rows.first_row),
+                "prefix_salt": finished.prefix_salt,
             }
             if head_digest is not None:
                 metadata["head_digest"] = head_digest
@@ -332,14 +364,16 @@ class DraftsmithConnector(KVConnectorBase_V1):
             if finished.drafting is not None:
                 metadata.update({name: str(count) for name, count in asdict(finished.drafting).items()})
             length = write_states(self._config.transfer_dir, states, metadata)
-            TAP.counters.add(exported=1, bytes_written=length)
+            published = True
+            TAP.counters.add(exported=1, bytes_written=length, skipped_rows=states.rows.first_row)
         except Exception:
             logger.exception("states of %s were not written to %s", finished.request_id, self._config.transfer_dir)
             TAP.counters.add(failed=1)
         finally:
             with self._lock:
                 self._pending_bytes -= states.rows.bytes
-            TAP.intake.submit(partial(TAP.intake.store.take_back, states.rows))
+            exported = published and not finished.whole
+            TAP.intake.submit(partial(TAP.intake.store.take_back, states.rows, exported))
 
     def shutdown(self):
         if TAP.intake is not None:

@@ -1,7 +1,8 @@
 """Rows of hidden states in host memory, kept by KV slot; and the counters that tell whether any is missing.
 
 A row belongs to the KV slot of its token: a rejected draft's row is overwritten with its slot, and a prefix hit finds
-the row of whoever computed that block. Only numpy here, so this is tested without vLLM.
+the row of whoever computed that block. So the store also knows which blocks whoever collects files has already got.
+Only numpy here, so this is tested without vLLM.
 """
 
 from collections import OrderedDict
@@ -72,7 +73,10 @@ class SegmentRing:
 class Loan:
     """Rows that a writer reads where they lie; nobody overwrites them until it is given back."""
 
+    first_row: int  # of the request; those before it were exported with other requests
     places: list[int]
+    whole_blocks: int  # so many of the places, the first ones, are lent with all their rows
+    generation: int  # of the store's exports
     pieces: list[memoryview]  # in the order of the request, bytes
 
     @property
@@ -86,6 +90,9 @@ class RowStore:
     Blocks of running requests that are to be exported are held, and blocks that a writer reads are lent. The others
     stay, as in vLLM's prefix cache, until their room is needed; those not written for longest go first. A row that was
     not written since its block got its room is never given out.
+
+    A KV block is `exported` once all its rows were in a file that was published, until one of them is written again. It
+    stays so where its room here is lost: whoever collects files has the rows.
     """
 
     def __init__(self, kv_blocks: int, block_size: int, row_bytes: int, budget_bytes: int) -> None:
@@ -99,6 +106,8 @@ class RowStore:
         self._place = np.full(kv_blocks, -1, dtype=np.int64)  # KV block to its room here
         self._block = np.full(self.capacity, -1, dtype=np.int64)  # the other way; -1: lent rows of a block of the past
         self._loans = np.zeros(self.capacity, dtype=np.int64)  # by place
+        self._exported = np.zeros(kv_blocks, dtype=bool)
+        self._generation = 0  # of what is exported: a loan from before the last forget_exports() says nothing
         # the next free place is last: a request's blocks get places side by side
         self._free = list(range(self.capacity - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # KV blocks neither held nor lent, oldest first
@@ -151,6 +160,7 @@ class RowStore:
         blocks = slots // self.block_size
         for block in np.unique(blocks).tolist():
             if block >= 1:
+                self._exported[block] = False
                 self._prepare(block)
         usable = blocks >= 1
         places = np.where(usable, self._place[np.where(usable, blocks, 0)], -1)
@@ -195,25 +205,51 @@ class RowStore:
     def forget_all(self) -> None:
         """A step was missed, nobody knows which slots it wrote: no row from before it is given out."""
         self._written[:] = False
+        self.forget_exports()
 
-    def lend(self, blocks: list[int], count: int) -> Loan | None:
-        """The first `count` rows of these KV blocks. None where any is missing."""
+    def forget_exports(self) -> None:
+        """Nothing counts as exported, also not what is lent just now."""
+        self._exported[:] = False
+        self._generation += 1
+
+    def lend(self, blocks: list[int], count: int, whole: bool = False) -> Loan | None:
+        """The first `count` rows of these KV blocks, without the blocks at their begin that were exported. None where any
+        of them is missing. whole: all `count` rows, whatever was exported.
+        """
         needed = -(-count // self.block_size)
-        places = self._place[np.asarray(blocks[:needed], dtype=np.int64)]
-        if len(places) < needed or (places < 0).any():
+        if len(blocks) < needed:
             return None
-        sources = (places[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)[:count]
+        skipped = 0 if whole else self._exported_blocks(blocks, count)
+        first_row = skipped * self.block_size
+        places = self._place[np.asarray(blocks[skipped:needed], dtype=np.int64)]
+        if (places < 0).any():
+            return None
+        sources = (places[:, None] * self.block_size + np.arange(self.block_size)).reshape(-1)[: count - first_row]
         if not self._written[sources].all():
             return None
-        loan = Loan(places.tolist(), [])
-        for block, place in zip(blocks, loan.places):
+        loan = Loan(first_row, places.tolist(), count // self.block_size - skipped, self._generation, [])
+        for block, place in zip(blocks[skipped:], loan.places):
             self._loans[place] += 1
             self._idle.pop(block, None)
         for run in np.split(sources, np.flatnonzero(np.diff(sources) != 1) + 1):
             loan.pieces.append(memoryview(self._rows[run[0] : run[-1] + 1]).cast("B"))
         return loan
 
-    def take_back(self, loan: Loan) -> None:
+    def _exported_blocks(self, blocks: list[int], count: int) -> int:
+        """How many KV blocks at the begin were exported; one row at least stays for the file."""
+        most = (count - 1) // self.block_size
+        for index, block in enumerate(blocks[:most]):
+            if not self._exported[block]:
+                return index
+        return most
+
+    def take_back(self, loan: Loan, exported: bool = False) -> None:
+        """exported: the rows are in a file that was published, for all who have the same KV blocks."""
+        if exported and loan.generation == self._generation:
+            for place in loan.places[: loan.whole_blocks]:
+                # a KV block that was written again meanwhile has its rows elsewhere
+                if self._block[place] >= 0:
+                    self._exported[self._block[place]] = True
         for place in loan.places:
             self._loans[place] -= 1
             if self._loans[place] > 0:

@@ -33,6 +33,7 @@ class Counters:
     dropped: int = 0  # no room for the file
     failed: int = 0
     bytes_written: int = 0
+    skipped_rows: int = 0  # of exported requests: an earlier file has them
     missed_steps: int = 0  # steps whose rows vLLM never handed over
     overrun_steps: int = 0  # steps whose rows came while those before them still waited for the host
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
