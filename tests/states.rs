@@ -136,7 +136,9 @@ fn one_writer_no_duplicates_no_wrong_shapes() {
             NewSample { header: &header, token_ids: &token_ids, first_row, states: &states, prefix_salt: "" };
         assert!(matches!(store.append(sample), Err(StatesError::Shape { .. })), "{ids} {first_row} {rows}");
     };
-    [(4, 0, 5), (5, 0, 4), (5, 1, 5), (5, 5, 0), (0, 0, 0)].map(|(ids, first_row, rows)| wrong(ids, first_row, rows));
+    for (ids, first_row, rows) in [(4, 0, 5), (5, 0, 4), (5, 1, 5), (5, 5, 0), (0, 0, 0)] {
+        wrong(ids, first_row, rows);
+    }
     drop(store);
     // The next run knows what is stored.
     let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
@@ -244,7 +246,12 @@ fn any_flipped_bit_is_seen_and_costs_no_other_sample() {
 }
 
 /// Turn after turn of one conversation: the tokens of each begin with those of the one before.
-fn turn(store: &mut StateStore, request_id: &str, rows: usize, first_row: usize) -> Result<Appended, StatesError> {
+fn turn(
+    store: &mut StateStore,
+    request_id: &str,
+    rows: usize,
+    first_row: usize,
+) -> Result<Appended, StatesError> {
     let states = bytes(&floats(rows)[first_row * LAYERS * HIDDEN..]);
     store.append(NewSample {
         header: &header(request_id, rows, false),
@@ -259,8 +266,7 @@ fn turn(store: &mut StateStore, request_id: &str, rows: usize, first_row: usize)
 fn what_requests_have_in_common_is_stored_once() {
     let directory = tempfile::tempdir().unwrap();
     let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
-    let appended =
-        |new_rows, shared_rows, missing_rows| Appended { new_rows, shared_rows, missing_rows };
+    let appended = |new_rows, shared_rows, missing_rows| Appended { new_rows, shared_rows, missing_rows };
     assert_eq!(turn(&mut store, "1", 40, 0).unwrap(), appended(40, 0, 0));
     // Its last 8 rows were no full block.
     assert_eq!(turn(&mut store, "2", 100, 0).unwrap(), appended(68, 32, 0));
@@ -297,15 +303,22 @@ fn a_missing_prefix_makes_a_sample_partial() {
     assert!(matches!(turn(&mut store, "2", 40, 39), Err(StatesError::NoCompleteRows { missing: 40, .. })));
     // Once somebody gives the whole, later ones are whole again.
     assert_eq!(turn(&mut store, "3", 100, 0).unwrap().missing_rows, 0);
-    assert_eq!(turn(&mut store, "4", 120, 100).unwrap().missing_rows, 0, "rows 96 to 99 came with the one before");
+    assert_eq!(
+        turn(&mut store, "4", 120, 96).unwrap(),
+        Appended { new_rows: 24, shared_rows: 96, missing_rows: 0 }
+    );
     assert_eq!(Reader::open(directory.path()).unwrap().load(2).unwrap().states, floats(120));
 }
 
 #[test]
 fn badly_accepted_samples_stay_longer() {
     let directory = tempfile::tempdir().unwrap();
-    let options =
-        StoreOptions { segment_bytes: 4_000, quota_bytes: 64_000, held_out_quota_bytes: 8_000 };
+    let options = StoreOptions {
+        segment_bytes: 4_000,
+        quota_bytes: 64_000,
+        held_out_quota_bytes: 8_000,
+        ..StoreOptions::default()
+    };
     let mut store = StateStore::open(directory.path(), options).unwrap();
     for number in 0..200 {
         let mut header = header(&number.to_string(), 16, false);
@@ -355,7 +368,12 @@ fn a_crash_while_a_segment_is_emptied_leaves_each_block_once() {
 #[test]
 fn a_reader_follows_the_writer_and_meets_eviction() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions { segment_bytes: 2_000, quota_bytes: 16_000, held_out_quota_bytes: 4_000 };
+    let options = StoreOptions {
+        segment_bytes: 2_000,
+        quota_bytes: 16_000,
+        held_out_quota_bytes: 4_000,
+        ..StoreOptions::default()
+    };
     let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
     let mut reader = Reader::open(directory.path()).unwrap();
     assert!(reader.index().is_empty());
@@ -368,8 +386,7 @@ fn a_reader_follows_the_writer_and_meets_eviction() {
     for i in 1..100 {
         append(&mut store, &i.to_string(), 5, false).unwrap();
         assert!(store.stats().bytes <= options.quota_bytes);
-        let on_disk: u64 =
-            files(directory.path()).iter().map(|path| fs::metadata(path).unwrap().len()).sum();
+        let on_disk: u64 = files(directory.path()).iter().map(|path| fs::metadata(path).unwrap().len()).sum();
         assert_eq!(on_disk, store.stats().bytes);
     }
     // Whether its bytes are still there or not, what it gives is right.
@@ -393,7 +410,12 @@ fn a_reader_follows_the_writer_and_meets_eviction() {
 #[test]
 fn held_out_samples_have_a_quota_of_their_own() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions { segment_bytes: 1 << 20, quota_bytes: 40_000, held_out_quota_bytes: 8_000 };
+    let options = StoreOptions {
+        segment_bytes: 1 << 20,
+        quota_bytes: 40_000,
+        held_out_quota_bytes: 8_000,
+        ..StoreOptions::default()
+    };
     let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
     append(&mut store, "train", 5, false).unwrap();
     for i in 0..60 {
@@ -409,7 +431,12 @@ fn held_out_samples_have_a_quota_of_their_own() {
 #[test]
 fn a_concurrent_reader_never_sees_a_broken_sample() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions { segment_bytes: 20_000, quota_bytes: 200_000, held_out_quota_bytes: 20_000 };
+    let options = StoreOptions {
+        segment_bytes: 20_000,
+        quota_bytes: 200_000,
+        held_out_quota_bytes: 20_000,
+        ..StoreOptions::default()
+    };
     let mut store = StateStore::open(directory.path(), options).unwrap();
     let path = directory.path().to_path_buf();
     let writer = std::thread::spawn(move || {
@@ -750,7 +777,11 @@ fn a_prefix_that_is_not_here_is_asked_for_again() {
         lab.collector.expect(request(request_id, 1));
         file.publish(lab.transfer.path());
         let outcome = lab.next();
-        assert_eq!(outcome.prompt_ids.len() + outcome.output_ids.len(), rows + 1, "all ids, whatever the rows");
+        assert_eq!(
+            outcome.prompt_ids.len() + outcome.output_ids.len(),
+            rows + 1,
+            "all ids, whatever the rows"
+        );
         outcome.status
     };
     assert_eq!(conversation("first", 40, 0), OutcomeStatus::Stored);
@@ -762,7 +793,8 @@ fn a_prefix_that_is_not_here_is_asked_for_again() {
     let missing: Vec<usize> = reader.index().iter().map(|entry| entry.header.missing_rows).collect();
     assert_eq!(missing, [0, 0, 80]);
     assert_eq!(reader.load(1).unwrap().states, floats(60));
-    let files: Vec<_> = fs::read_dir(lab.transfer.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let files: Vec<_> =
+        fs::read_dir(lab.transfer.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(files, [transfer::RESEND], "no temporary file stays");
 }
 

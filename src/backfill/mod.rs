@@ -22,8 +22,8 @@ use crate::config::Config;
 use crate::head::VerifierShape;
 use crate::record::{self, Row, Rows, Split};
 use crate::states::{
-    Expected, OutcomeStatus, Reader, SampleKey, StateStore, StockSample, StoreOptions,
-    TransferFile, store_stock,
+    Expected, OutcomeStatus, Reader, SampleKey, StateStore, StockSample, StoreOptions, TransferFile,
+    store_stock,
 };
 use crate::store::DataDir;
 use crate::vllm::{Client, ClientError, Timeouts};

@@ -230,6 +230,17 @@ pub enum Kept {
     Ids,
 }
 
+/// How hidden states are kept on disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum StateEncoding {
+    /// As vLLM computes them, bf16 for most models.
+    #[default]
+    AsReceived,
+    /// Eight bits a value, with a scale and the few largest values of each row and layer: half of bf16.
+    Fp8,
+}
+
 /// Hidden states.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -238,6 +249,8 @@ pub struct StatesConfig {
     pub transfer_directory: Option<PathBuf>,
     /// The size of one segment, the files that states are kept in, in bytes.
     pub segment_bytes: u64,
+    /// How values are kept.
+    pub encoding: StateEncoding,
     /// All files together, in bytes; old samples whose drafts fared well go first, held-out ones last.
     pub quota_bytes: u64,
     /// A file that no request claims is deleted after this, in seconds.
@@ -371,6 +384,7 @@ impl Default for StatesConfig {
         Self {
             transfer_directory: None,
             segment_bytes: 256 << 20,
+            encoding: StateEncoding::default(),
             quota_bytes: 32 << 30,
             unmatched_seconds: 60,
         }

@@ -102,7 +102,11 @@ mod tests {
         let mut other = one.clone();
         other[0] = 7;
         assert_ne!(block_keys(LAYOUT, &one)[1], block_keys(LAYOUT, &other)[1]);
-        assert_ne!(block_keys(LAYOUT, &one[..31])[1], block_keys(LAYOUT, &one)[1], "a short block is another block");
+        assert_ne!(
+            block_keys(LAYOUT, &one[..31])[1],
+            block_keys(LAYOUT, &one)[1],
+            "a short block is another block"
+        );
     }
 
     #[test]

@@ -164,7 +164,9 @@ impl Collector {
             request_deadlines: VecDeque::new(),
             files: HashMap::new(),
             file_deadlines: VecDeque::new(),
+            asked_for_whole: SystemTime::UNIX_EPOCH,
         };
+        worker.ask_for_whole_requests();
         let thread = std::thread::Builder::new()
             .name("states".to_string())
             .spawn(move || worker.run(&receiver))
@@ -233,6 +235,8 @@ struct Worker {
     /// Files whose request has not come, by request id.
     files: HashMap<String, Vec<WaitingFile>>,
     file_deadlines: VecDeque<(Instant, String)>,
+    /// When the plugin was last told to give whole requests; files from before it say nothing new.
+    asked_for_whole: SystemTime,
 }
 
 struct WaitingRequest {
@@ -249,7 +253,6 @@ struct WaitingFile {
 
 impl Worker {
     fn run(&mut self, receiver: &Receiver<Message>) {
-        self.ask_for_whole_requests();
         self.scan();
         loop {
             let message = match self.next_deadline() {
@@ -318,10 +321,14 @@ impl Worker {
 
     /// Tells the plugin that rows which it gave before may not be here: files of an earlier run, or of a request that was
     /// refused, or evicted since. From now on it gives each prefix again once.
-    fn ask_for_whole_requests(&self) {
+    fn ask_for_whole_requests(&mut self) {
+        self.asked_for_whole = SystemTime::now();
         let path = self.options.transfer_directory.join(transfer::RESEND);
         if let Err(error) = crate::store::publish(&path, b"") {
-            tracing::warn!("cannot write {}: {error}; samples whose prefix is missing stay partial", path.display());
+            tracing::warn!(
+                "cannot write {}: {error}; samples whose prefix is missing stay partial",
+                path.display()
+            );
         }
     }
 
@@ -335,7 +342,13 @@ impl Worker {
                 return;
             }
         };
-        for entry in entries.flatten() {
+        // A later file may leave out rows of an earlier one.
+        let mut found: Vec<_> = entries
+            .flatten()
+            .map(|entry| (entry.metadata().and_then(|metadata| metadata.modified()).ok(), entry))
+            .collect();
+        found.sort_by_key(|(modified, _)| *modified);
+        for (_, entry) in found {
             let path = entry.path();
             let file_name = entry.file_name();
             if file_name == transfer::RESEND {
@@ -456,6 +469,7 @@ impl Worker {
     ) -> Outcome {
         let mut outcome =
             Outcome { request_id: summary.request_id.clone(), choice_index, ..Outcome::default() };
+        let written = fs::symlink_metadata(path).and_then(|metadata| metadata.modified());
         let file = match transfer::read(path, self.options.max_file_bytes) {
             Ok(file) => file,
             Err(error) => {
@@ -494,7 +508,9 @@ impl Worker {
         outcome.status = accepted.status;
         if accepted.missing_rows > 0 {
             metrics::counter!("draftsmith_states_partial_total").increment(1);
-            self.ask_for_whole_requests();
+            if written.is_ok_and(|written| written > self.asked_for_whole) {
+                self.ask_for_whole_requests();
+            }
         }
         if outcome.status != OutcomeStatus::Stored {
             tracing::warn!(

@@ -64,10 +64,11 @@ pub(crate) fn vector_bytes(hidden: usize) -> Option<usize> {
     Some(SCALE_BYTES + outliers(hidden) * (INDEX_BYTES + VALUE_BYTES) + hidden)
 }
 
-/// Appends the vectors of `states`, whose values must be finite; none for a hidden size that [`vector_bytes`] refuses.
+/// Appends the vectors of `states`, whose values must be finite and f32 or bf16; none for a hidden size that
+/// [`vector_bytes`] refuses.
 pub(crate) fn encode(dtype: StateDtype, states: &[u8], hidden: usize, encoded: &mut Vec<u8>) {
     let Some(target_bytes) = vector_bytes(hidden) else { return };
-    let source_bytes = hidden * dtype.size();
+    let Some(source_bytes) = dtype.vector_bytes(hidden) else { return };
     let start = encoded.len();
     encoded.resize(start + states.len() / source_bytes * target_bytes, 0);
     let mut values = vec![0.0; hidden];
@@ -91,6 +92,7 @@ pub(crate) fn encode(dtype: StateDtype, states: &[u8], hidden: usize, encoded: &
                             *value = f32::from_bits(bits).clamp(-LARGEST, LARGEST);
                         }
                     }
+                    StateDtype::Fp8 => return,
                 }
                 encode_vector(&mut values, &mut block_maxima, target);
             }
@@ -337,10 +339,7 @@ mod tests {
             for (channel, value) in massive {
                 values[channel] = value;
             }
-            let states = match dtype {
-                StateDtype::F32 => f32_bytes(&values),
-                StateDtype::Bf16 => bf16_bytes(&values),
-            };
+            let states = if dtype == StateDtype::F32 { f32_bytes(&values) } else { bf16_bytes(&values) };
             let mut encoded = Vec::new();
             encode(dtype, &states, hidden, &mut encoded);
             let found = decoded(&encoded, hidden);

@@ -15,10 +15,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use super::StatesError;
 use super::block::{BlockKey, KEY_BYTES, block_count};
 use super::frame::{FILE_HEADER, read_fully, u32_at};
 use super::transfer::Drafting;
+use super::{StatesError, fp8};
 
 pub(crate) const MAGIC: &[u8; 8] = b"DSINDEX2";
 const FILE_NAME: &str = "samples.index";
@@ -33,6 +33,8 @@ const MAX_HEADER: u32 = 1 << 20;
 pub enum StateDtype {
     F32,
     Bf16,
+    /// One byte a value, with a scale and the few largest values of each row and layer.
+    Fp8,
 }
 
 impl StateDtype {
@@ -41,6 +43,7 @@ impl StateDtype {
         match self {
             Self::F32 => hidden.checked_mul(4),
             Self::Bf16 => hidden.checked_mul(2),
+            Self::Fp8 => fp8::vector_bytes(hidden),
         }
     }
 
@@ -49,6 +52,7 @@ impl StateDtype {
         match self {
             Self::F32 => 0,
             Self::Bf16 => 1,
+            Self::Fp8 => 2,
         }
     }
 }
@@ -123,8 +127,8 @@ pub(crate) fn encode(
         return Err(shape(format!("its header has {} bytes, more than {MAX_HEADER}", json.len())));
     }
     let payload_length = token_ids.len() * 4 + keys.len() * KEY_BYTES;
-    let payload_length32 =
-        u32::try_from(payload_length).map_err(|_| shape(format!("{} token ids are too many", token_ids.len())))?;
+    let payload_length32 = u32::try_from(payload_length)
+        .map_err(|_| shape(format!("{} token ids are too many", token_ids.len())))?;
     let mut frame = Vec::with_capacity(FRAME_PREFIX + json.len() + payload_length);
     frame.extend_from_slice(FRAME_MAGIC);
     frame.extend_from_slice(&(json.len() as u32).to_le_bytes());
@@ -153,8 +157,8 @@ fn frame_crc(frame: &[u8]) -> u32 {
 fn decode(frame: &[u8], offset: u64) -> Result<IndexedSample, String> {
     let header_length = u32_at(frame, 4) as usize;
     let (json, payload) = frame[FRAME_PREFIX..].split_at(header_length);
-    let header: SampleHeader =
-        serde_json::from_slice(json).map_err(|error| format!("the sample's header is not understood: {error}"))?;
+    let header: SampleHeader = serde_json::from_slice(json)
+        .map_err(|error| format!("the sample's header is not understood: {error}"))?;
     let blocks = block_count(header.rows);
     let ids_bytes = header.rows.checked_add(1).and_then(|ids| ids.checked_mul(4));
     let expected = ids_bytes.and_then(|bytes| bytes.checked_add(blocks.checked_mul(KEY_BYTES)?));

@@ -16,6 +16,7 @@
 mod accept;
 mod block;
 mod collector;
+mod fp8;
 mod frame;
 mod index;
 mod reader;
@@ -61,7 +62,9 @@ pub enum StatesError {
     TooLarge { bytes: u64, quota: u64 },
     #[error("sample of request {request_id} does not fit its header: {reason}")]
     Shape { request_id: String, reason: String },
-    #[error("none of request {request_id}'s rows follows the last of its missing ones; {missing} are missing")]
+    #[error(
+        "none of request {request_id}'s rows follows the last of its missing ones; {missing} are missing"
+    )]
     NoCompleteRows { request_id: String, missing: usize },
     #[error("{path} is not a file of a state store of version {expected}: {reason}; move it away")]
     Foreign { path: PathBuf, expected: u32, reason: String },

@@ -103,7 +103,9 @@ impl Reader {
     pub fn refresh(&mut self) -> Result<Refreshed, StatesError> {
         let path = index::path_of(&self.directory);
         let opened = match open_if_there(&path)? {
-            Some((file, identity)) => check_file_header(&file, &path, index::MAGIC)?.then_some((file, identity)),
+            Some((file, identity)) => {
+                check_file_header(&file, &path, index::MAGIC)?.then_some((file, identity))
+            }
             None => None,
         };
         let Some((file, identity)) = opened else {
@@ -362,7 +364,9 @@ impl Blocks {
             // Appended or moved since the last look.
             table.refresh(&self.directory)?;
         }
-        table.find(&self.directory, keys)?.ok_or_else(|| StatesError::Evicted { directory: self.directory.clone() })
+        table
+            .find(&self.directory, keys)?
+            .ok_or_else(|| StatesError::Evicted { directory: self.directory.clone() })
     }
 }
 

@@ -11,6 +11,7 @@
 //! A crash of the process loses nothing that was appended; a power cut loses at most what was appended since the last
 //! [`StateStore::sync`].
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{IoSlice, Write};
@@ -21,8 +22,8 @@ use super::block::{BLOCK_ROWS, BlockKey, Layout, block_keys};
 use super::frame::{FILE_HEADER, check_file_header, file_header, read_fully};
 use super::index::{self, IndexedSample, SampleHeader};
 use super::segment::{self, Block};
-use super::StatesError;
-use crate::config::StatesConfig;
+use super::{StateDtype, StatesError, fp8};
+use crate::config::{StateEncoding, StatesConfig};
 
 /// The share of the quota that held-out samples may take.
 const HELD_OUT_QUOTA_SHARE: u64 = 4;
@@ -37,6 +38,8 @@ const SLICES: usize = 512;
 pub struct StoreOptions {
     /// A segment is closed when it would grow over this. Bytes. It is never more than a sixteenth of the quota.
     pub segment_bytes: u64,
+    /// How values are kept.
+    pub encoding: StateEncoding,
     /// Bytes of all files together.
     pub quota_bytes: u64,
     /// Bytes that held-out samples need, out of `quota_bytes`.
@@ -45,7 +48,12 @@ pub struct StoreOptions {
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        Self { segment_bytes: 256 << 20, quota_bytes: 32 << 30, held_out_quota_bytes: 4 << 30 }
+        Self {
+            segment_bytes: 256 << 20,
+            encoding: StateEncoding::AsReceived,
+            quota_bytes: 32 << 30,
+            held_out_quota_bytes: 4 << 30,
+        }
     }
 }
 
@@ -54,6 +62,7 @@ impl StoreOptions {
     pub fn of(config: &StatesConfig) -> Self {
         Self {
             segment_bytes: config.segment_bytes,
+            encoding: config.encoding,
             quota_bytes: config.quota_bytes,
             held_out_quota_bytes: config.quota_bytes / HELD_OUT_QUOTA_SHARE,
         }
@@ -256,15 +265,15 @@ impl StateStore {
         if self.samples.contains_key(&name) {
             return Err(StatesError::Duplicate { request_id: name.0, choice_index: name.1 });
         }
-        let row_bytes = check_shape(&sample)?;
+        let given_row_bytes = check_shape(&sample)?;
         let header = sample.header;
         let rows = header.rows;
-        let layout = Layout {
-            layer_ids: &header.layer_ids,
-            hidden: header.hidden,
-            dtype: header.dtype,
-            salt: sample.prefix_salt,
+        let dtype = match self.options.encoding {
+            StateEncoding::AsReceived => header.dtype,
+            StateEncoding::Fp8 => StateDtype::Fp8,
         };
+        let layout =
+            Layout { layer_ids: &header.layer_ids, hidden: header.hidden, dtype, salt: sample.prefix_salt };
         let keys = block_keys(layout, &sample.token_ids[..rows]);
         let first_block = self.first_complete_block(&keys, sample.first_row);
         if first_block == keys.len() {
@@ -275,8 +284,13 @@ impl StateStore {
             prompt_length: header.prompt_length.saturating_sub(missing_rows).max(1),
             rows: rows - missing_rows,
             missing_rows,
+            dtype,
             ..header.clone()
         };
+        let row_bytes = stored_header.row_bytes().ok_or_else(|| StatesError::Shape {
+            request_id: name.0.clone(),
+            reason: format!("a hidden size of {} is too large for {dtype:?}", header.hidden),
+        })?;
         let keys = keys[first_block..].to_vec();
         let frame = index::encode(&stored_header, &sample.token_ids[missing_rows..], &keys)?;
         let index_bytes = frame.len() as u64;
@@ -297,8 +311,10 @@ impl StateStore {
                 referenced.push(*key);
                 appended.shared_rows += count;
             } else {
-                let start = (first - sample.first_row) * row_bytes;
-                missing.push(Piece { key: *key, rows: count, payload: &sample.states[start..start + count * row_bytes] });
+                let start = (first - sample.first_row) * given_row_bytes;
+                let given = &sample.states[start..start + count * given_row_bytes];
+                let payload = encode(header, dtype, given);
+                missing.push(Piece { key: *key, rows: count, payload });
                 appended.new_rows += count;
             }
         }
@@ -449,7 +465,7 @@ impl StateStore {
             if !blocks.is_empty() && offset + piece.bytes() > limit {
                 break;
             }
-            let block = Block::new(piece.key, piece.rows, piece.payload, offset);
+            let block = Block::new(piece.key, piece.rows, &piece.payload, offset);
             offset = block.end();
             headers.push(block.header());
             blocks.push(block);
@@ -457,7 +473,7 @@ impl StateStore {
         let mut slices = Vec::with_capacity(2 * blocks.len());
         for (header, piece) in headers.iter().zip(pieces) {
             slices.push(IoSlice::new(header));
-            slices.push(IoSlice::new(piece.payload));
+            slices.push(IoSlice::new(&piece.payload));
         }
         if let Err(error) = write_all_slices(file, &mut slices) {
             let failure = StatesError::io("cannot append to", &segment.path, error);
@@ -628,8 +644,12 @@ impl StateStore {
         if self.segments.last_key_value().is_some_and(|(last, _)| *last == number) {
             self.close_segment()?;
         }
-        let mut live: Vec<Block> =
-            self.blocks.values().filter(|stored| stored.segment == number).map(|stored| stored.block).collect();
+        let mut live: Vec<Block> = self
+            .blocks
+            .values()
+            .filter(|stored| stored.segment == number)
+            .map(|stored| stored.block)
+            .collect();
         live.sort_by_key(|block| block.offset);
         let source = File::open(&path).map_err(|error| StatesError::io("cannot open", &path, error))?;
         let mut damaged = HashSet::new();
@@ -638,7 +658,7 @@ impl StateStore {
                 damaged.insert(block.key);
                 continue;
             };
-            let piece = Piece { key: block.key, rows: block.rows as usize, payload: &payload };
+            let piece = Piece { key: block.key, rows: block.rows as usize, payload: payload.into() };
             let (target, written) = self.write_blocks(&[piece])?;
             for moved in written {
                 self.relocate(target, moved);
@@ -771,13 +791,23 @@ impl StateStore {
 struct Piece<'a> {
     key: BlockKey,
     rows: usize,
-    payload: &'a [u8],
+    payload: Cow<'a, [u8]>,
 }
 
 impl Piece<'_> {
     fn bytes(&self) -> u64 {
         segment::BLOCK_HEADER + self.payload.len() as u64
     }
+}
+
+/// The rows as they are kept.
+fn encode<'a>(header: &SampleHeader, dtype: StateDtype, given: &'a [u8]) -> Cow<'a, [u8]> {
+    if dtype == header.dtype {
+        return given.into();
+    }
+    let mut encoded = Vec::new();
+    fp8::encode(header.dtype, given, header.hidden, &mut encoded);
+    encoded.into()
 }
 
 /// Bytes of one row of the sample, all its lengths checked.
