@@ -1,4 +1,4 @@
-//! `draftsmith bench train|proxy`
+//! `draftsmith bench train|proxy|states`
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -9,6 +9,8 @@ use clap::{Args, Subcommand, ValueEnum};
 use serde_json::json;
 
 use crate::bench;
+use crate::config::StateEncoding;
+use crate::states::{self, measure_store};
 use crate::train::{
     BenchOptions, BenchReport, compare_with_cpu, config_by_name, measure_on_cpu, measure_on_gpu,
 };
@@ -25,6 +27,27 @@ enum Action {
     Train(TrainFlags),
     /// Compare the proxy with nginx and vllm-router under the same load
     Proxy(ProxyFlags),
+    /// Time hidden states on their way into the store and out of it, on one core
+    States(StatesFlags),
+}
+
+#[derive(Debug, Args)]
+struct StatesFlags {
+    /// Hidden size; four layers, bf16
+    #[arg(long, default_value_t = 4096)]
+    hidden: usize,
+    /// Tokens of a sample
+    #[arg(long, default_value_t = 1024)]
+    tokens: usize,
+    /// Samples; all of them should fit the page cache twice
+    #[arg(long, default_value_t = 32)]
+    samples: usize,
+    /// Where a directory for this is made, and deleted; the system's temporary one without
+    #[arg(long, value_name = "DIR")]
+    directory: Option<PathBuf>,
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -102,6 +125,7 @@ impl BenchCommand {
         let flags = match self.action {
             Action::Train(flags) => flags,
             Action::Proxy(flags) => return bench_proxy(&flags),
+            Action::States(flags) => return bench_states(&flags),
         };
         if flags.check {
             return check(&flags);
@@ -178,6 +202,46 @@ fn bench_proxy(flags: &ProxyFlags) -> anyhow::Result<ExitCode> {
             slow.dropped,
             slow.peak_mib,
             slow.bytes_per_stream
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn bench_states(flags: &StatesFlags) -> anyhow::Result<ExitCode> {
+    for (flag, number) in [("--hidden", flags.hidden), ("--tokens", flags.tokens), ("--samples", flags.samples)] {
+        anyhow::ensure!(number > 0, "{flag} is 0; give 1 or more");
+    }
+    let parent = flags.directory.clone().unwrap_or_else(std::env::temp_dir);
+    let directory = parent.join(format!("draftsmith-bench-{}", std::process::id()));
+    if !flags.json {
+        println!("{:<12} bytes a token   written: tokens/s  GB/s (file, checksum, store)   read: tokens/s  GB/s", "");
+    }
+    for encoding in [StateEncoding::AsReceived, StateEncoding::Fp8] {
+        let report = measure_store(
+            &directory,
+            &states::BenchOptions {
+                hidden: flags.hidden,
+                rows: flags.tokens,
+                samples: flags.samples,
+                rounds: 3,
+                encoding,
+            },
+        )?;
+        if flags.json {
+            println!("{}", serde_json::to_string(&report)?);
+            continue;
+        }
+        println!(
+            "{:<12} {:>13.0} {:>19.0} {:>5.2} ({:>4.0}%, {:>6.0}%, {:>4.0}%) {:>16.0} {:>5.2}",
+            format!("{encoding:?}"),
+            report.stored_row_bytes,
+            report.write_tokens_per_second,
+            report.write_received_bytes_per_second / 1e9,
+            report.read_file * 100.0,
+            report.checksum * 100.0,
+            report.check_and_store * 100.0,
+            report.read_tokens_per_second,
+            report.read_stored_bytes_per_second / 1e9
         );
     }
     Ok(ExitCode::SUCCESS)

@@ -14,6 +14,7 @@
 //! - damage costs the samples whose bytes are damaged, never the reader.
 
 mod accept;
+mod bench;
 mod block;
 mod collector;
 mod fp8;
@@ -26,6 +27,7 @@ mod store;
 pub mod transfer;
 mod values;
 
+pub use bench::{BenchOptions, BenchReport, measure as measure_store};
 pub use accept::{Expected, OutcomeStatus, SampleKey};
 pub use collector::{
     ChoiceText, Collector, CollectorOptions, CollectorStats, Forgetter, Outcome, RequestSummary,

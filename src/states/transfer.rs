@@ -142,8 +142,7 @@ pub enum TransferError {
 
 /// Reads a file. Links, and anything else that is not a plain file, are refused, as is a file of more than `max_bytes`.
 pub fn read(path: &Path, max_bytes: u64) -> Result<TransferFile, TransferError> {
-    let bytes = read_plain_file(path, max_bytes)?;
-    parse(&bytes)
+    parse(read_plain_file(path, max_bytes)?)
 }
 
 /// The bytes of a file that is no link and has at most `max_bytes`.
@@ -171,10 +170,10 @@ pub(super) fn read_plain_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, Tr
 }
 
 /// Parses and verifies the bytes of a file.
-pub fn parse(bytes: &[u8]) -> Result<TransferFile, TransferError> {
+pub fn parse(bytes: Vec<u8>) -> Result<TransferFile, TransferError> {
     let format = |reason: String| TransferError::Format(reason);
-    let (_, header) = SafeTensors::read_metadata(bytes).map_err(|error| format(error.to_string()))?;
-    let tensors = SafeTensors::deserialize(bytes).map_err(|error| format(error.to_string()))?;
+    let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|error| format(error.to_string()))?;
+    let tensors = SafeTensors::deserialize(&bytes).map_err(|error| format(error.to_string()))?;
     let metadata = header.metadata().as_ref().ok_or_else(|| format("it has no metadata".to_string()))?;
     let field = |name: &str| {
         metadata.get(name).map(String::as_str).ok_or_else(|| format(format!("its metadata lacks {name}")))
@@ -372,7 +371,7 @@ mod tests {
         #[test]
         fn no_name_and_no_bytes_panic(name in "\\PC{0,60}", bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = TransferName::parse(&name);
-            prop_assert!(parse(&bytes).is_err());
+            prop_assert!(parse(bytes).is_err());
         }
     }
 }
