@@ -156,7 +156,7 @@ fn python(environment: &Path, script: &str, arguments: &[&Path]) -> String {
 fn states_are_those_that_transformers_computes() {
     let environment = environment();
     let directory = tempfile::tempdir().unwrap();
-    let made = python(&environment, "local_states/make_models.py", &[directory.path()]);
+    let made = python(&environment, "tiny_models/make_models.py", &[directory.path()]);
     let mut models = vec![environment.join("smollm2-135m")];
     models.extend(made.split_whitespace().map(|name| directory.path().join(name)));
     assert_eq!(models.len(), 6);

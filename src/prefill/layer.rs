@@ -80,8 +80,7 @@ impl Layer {
         let mut linear = |name: &str, rows: usize, columns: usize, biased: bool| {
             let prefix = format!("model.layers.{index}.{name}");
             let weight = weights.read(&format!("{prefix}.weight"), &[rows, columns])?;
-            let bias =
-                if biased { Some(weights.read(&format!("{prefix}.bias"), &[rows])?) } else { None };
+            let bias = if biased { Some(weights.read(&format!("{prefix}.bias"), &[rows])?) } else { None };
             Ok::<Linear, PrefillError>(Linear::new(weight, bias))
         };
         let query = linear("self_attn.q_proj", query_width, hidden, attention_bias)?;
@@ -91,9 +90,8 @@ impl Layer {
         let gate = linear("mlp.gate_proj", mlp, hidden, false)?;
         let up = linear("mlp.up_proj", mlp, hidden, false)?;
         let down = linear("mlp.down_proj", hidden, mlp, false)?;
-        let mut norm = |name: &str, width: usize| {
-            weights.read(&format!("model.layers.{index}.{name}.weight"), &[width])
-        };
+        let mut norm =
+            |name: &str, width: usize| weights.read(&format!("model.layers.{index}.{name}.weight"), &[width]);
         let query_norm = if head_norms { Some(norm("self_attn.q_norm", head_dim)?) } else { None };
         let key_norm = if head_norms { Some(norm("self_attn.k_norm", head_dim)?) } else { None };
         Ok(Self {
@@ -127,7 +125,8 @@ impl Layer {
         let rows = input.dim(0)?;
         let eps = shape.rms_norm_eps as f32;
         let turned = self.query.turned_heads(input, heads, positions, eps)?;
-        let queries = (turned * (1.0 / (head_dim as f64).sqrt()))?.reshape((key_heads, group, rows, head_dim))?;
+        let queries =
+            (turned * (1.0 / (head_dim as f64).sqrt()))?.reshape((key_heads, group, rows, head_dim))?;
         let keys = self.key.turned_heads(input, key_heads, positions, eps)?;
         let values = self.value.forward(input)?.reshape((rows, key_heads, head_dim))?;
         let values_by_head = values.transpose(0, 1)?.contiguous()?;
@@ -135,7 +134,8 @@ impl Layer {
         for mask in &positions.masks {
             // Each key serves a group of query heads: their rows stand below each other, and no key is copied.
             let (count, end) = mask.dims2()?;
-            let block = queries.narrow(2, end - count, count)?.reshape((key_heads, group * count, head_dim))?;
+            let block =
+                queries.narrow(2, end - count, count)?.reshape((key_heads, group * count, head_dim))?;
             let scores = block.matmul(&keys.narrow(1, 0, end)?.transpose(1, 2)?)?;
             let masked = scores.reshape((heads, count, end))?.broadcast_add(mask)?;
             let weights = softmax_last_dim(&masked)?.reshape((key_heads, group * count, end))?;

@@ -54,7 +54,8 @@ impl Settings {
             }
         }
         if let Some(quantization) = fields.value("quantization_config") {
-            let reason = "the local verifier reads plain weights; give the directory of the model before quantization";
+            let reason =
+                "the local verifier reads plain weights; give the directory of the model before quantization";
             return Err(fields.unsupported("quantization_config", quantization, reason));
         }
         check_whole_rotation(fields)?;

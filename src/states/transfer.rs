@@ -140,7 +140,7 @@ pub fn read(path: &Path, max_bytes: u64) -> Result<TransferFile, TransferError> 
 }
 
 /// The bytes of a file that is no link and has at most `max_bytes`.
-pub(super) fn read_plain_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, TransferError> {
+pub(crate) fn read_plain_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, TransferError> {
     let unreadable = |error: std::io::Error| TransferError::Unreadable(error.to_string());
     let named = fs::symlink_metadata(path).map_err(unreadable)?;
     if !named.file_type().is_file() {
@@ -236,7 +236,7 @@ fn parse_drafting(metadata: &HashMap<String, String>) -> Result<Option<Drafting>
 }
 
 /// The two tensors of any states file, ours or vLLM's own: states, ids.
-pub(super) fn views<'data>(
+pub(crate) fn views<'data>(
     tensors: &SafeTensors<'data>,
 ) -> Result<(TensorView<'data>, TensorView<'data>), TransferError> {
     let view = |name: &str| tensors.tensor(name).map_err(|error| TransferError::Format(error.to_string()));
@@ -244,7 +244,7 @@ pub(super) fn views<'data>(
 }
 
 /// What the two tensors hold, types and shapes verified. How rows and ids relate is the format's own matter.
-pub(super) struct Tensors {
+pub(crate) struct Tensors {
     pub token_ids: Vec<u32>,
     pub rows: usize,
     pub layers: usize,
