@@ -15,18 +15,22 @@ use std::time::Instant;
 use common::environment::environment;
 use draftsmith::head::VerifierShape;
 use draftsmith::prefill::LocalVerifier;
+use draftsmith::record::{Record, Recorder, RecorderOptions, Status, now_micros};
+use draftsmith::states::{Reader, StateDtype};
+use draftsmith::store::DataDir;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 
 const HIDDEN: usize = 8;
 const VOCABULARY: usize = 11;
+const LAYERS: usize = 4;
 
-/// The directory of a model of two layers with all weights alike; `changes` go into its config.json.
+/// The directory of a model of four layers with all weights alike; `changes` go into its config.json.
 fn small_model(directory: &Path, changes: &[(&str, Value)]) {
     let mut config = json!({
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": HIDDEN,
-        "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5,
+        "num_attention_heads": 2, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "rms_norm_eps": 1e-5,
         "max_position_embeddings": 64, "dtype": "bfloat16",
     });
     for (key, value) in changes {
@@ -34,7 +38,7 @@ fn small_model(directory: &Path, changes: &[(&str, Value)]) {
     }
     fs::write(directory.join("config.json"), config.to_string()).unwrap();
     let mut shapes = vec![("model.embed_tokens.weight".to_owned(), vec![VOCABULARY, HIDDEN])];
-    for layer in 0..2 {
+    for layer in 0..LAYERS {
         for name in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"] {
             shapes.push((format!("model.layers.{layer}.{name}.weight"), vec![HIDDEN, HIDDEN]));
         }
@@ -76,9 +80,9 @@ fn what_is_not_followed_is_refused_by_its_key() {
         let message = refusal(&[(key, value)], &[1, 2]);
         assert!(message.contains(key) && message.contains(told), "{message}");
     }
-    for layer_ids in [&[1, 3][..], &[0, 1], &[2, 1], &[1, 1], &[]] {
+    for layer_ids in [&[1, 5][..], &[0, 1], &[2, 1], &[1, 1], &[]] {
         let message = refusal(&[], layer_ids);
-        assert!(message.contains(&format!("{layer_ids:?}")) && message.contains("from 1 to 2"), "{message}");
+        assert!(message.contains(&format!("{layer_ids:?}")) && message.contains("from 1 to 4"), "{message}");
     }
     // Qwen2 has biases; this checkpoint has none.
     let message = refusal(&[("architectures", json!(["Qwen2ForCausalLM"]))], &[2]);
@@ -99,6 +103,54 @@ fn ids_are_checked_and_a_row_depends_on_no_later_one() {
     assert_eq!((all.len(), first.len()), (300 * 2 * HIDDEN, 200 * 2 * HIDDEN));
     for (one, other) in all.iter().zip(&first) {
         assert!((one - other).abs() <= 1e-5 * one.abs(), "{one} {other}");
+    }
+}
+
+#[test]
+fn records_are_filled_in_without_a_vllm() {
+    let site = tempfile::tempdir().unwrap();
+    let path = |name: &str| site.path().join(name);
+    fs::create_dir(path("verifier")).unwrap();
+    small_model(&path("verifier"), &[]);
+    fs::write(path("draftsmith.toml"), format!("[verifier]\ndirectory = {:?}\n", path("verifier"))).unwrap();
+    let data = DataDir::new(path("data"));
+    let recorder = Recorder::start(&data, RecorderOptions::default()).unwrap();
+    let record = |request_id: &str, output: &[i32]| Record {
+        status: Status::Ok,
+        prompt_token_ids: Some(vec![1, 2, 3]),
+        output_token_ids: Some(output.to_vec()),
+        ..Record::new(request_id, "/v1/chat/completions", now_micros())
+    };
+    recorder.record(vec![record("good", &[4, 5, 6]), record("odd", &[VOCABULARY as i32, 5, 6])]);
+    recorder.shutdown().unwrap();
+    let backfill = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_draftsmith"));
+        command.args(["states", "backfill", "--json", "--config"]).arg(path("draftsmith.toml"));
+        command.arg("--data").arg(path("data")).args(more).output().unwrap()
+    };
+
+    let output = backfill(&["--from", "local"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((output.status.code(), &report["stored"]), (Some(3), &json!(1)), "{report}");
+    assert_eq!(report["failed"], json!({"vocabulary": 1}));
+    let reader = Reader::open(&data.states()).unwrap();
+    let sample = reader.load(0).unwrap();
+    // The layers of a day-0 head of four layers, and the last one; in the dtype of the weights.
+    assert_eq!((&sample.header.layer_ids, sample.header.dtype), (&vec![1, 2, 3, 4], StateDtype::Bf16));
+    assert_eq!((sample.header.rows, sample.header.prompt_length), (5, 3));
+    let verifier = LocalVerifier::open(&path("verifier"), &[1, 2, 3, 4]).unwrap();
+    let computed = verifier.prefill(&sample.token_ids[..5]).unwrap();
+    let rounded: Vec<f32> = computed.iter().map(|value| half::bf16::from_f32(*value).to_f32()).collect();
+    assert_eq!(sample.states, rounded);
+
+    for (flags, told) in [
+        (&["--from", "local", "--transfer", "/nowhere"][..], "--transfer is a second vLLM's"),
+        (&["--from", "local", "--concurrency", "2"], "--concurrency is a second vLLM's"),
+        (&["--from", "http://127.0.0.1:1"], "--transfer is missing"),
+    ] {
+        let refused = backfill(flags);
+        let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(1) && message.contains(told), "{message}");
     }
 }
 
