@@ -48,7 +48,7 @@ fn small_model(directory: &Path, changes: &[(&str, Value)]) {
             shapes.push((format!("model.layers.{layer}.{name}.weight"), vec![HIDDEN]));
         }
     }
-    let bytes = vec![0x3c; VOCABULARY * HIDDEN * 2];
+    let bytes = [0x3c; VOCABULARY * HIDDEN * 2];
     let mut tensors = Vec::new();
     for (name, shape) in &shapes {
         let length = shape.iter().product::<usize>() * 2;
