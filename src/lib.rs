@@ -15,6 +15,7 @@ pub mod http;
 pub mod keys;
 pub mod learn;
 pub mod openai;
+pub mod prefill;
 pub mod promote;
 pub mod proxy;
 pub mod record;

@@ -209,7 +209,9 @@ fn states_pass_the_checks_of_the_plugins_files() {
     assert_eq!(put(&mut narrow.clone(), take()), OutcomeStatus::Vocabulary);
     assert_eq!(put(&mut Expected { hidden_size: Some(8), ..expected() }, take()), OutcomeStatus::HiddenSize);
     let mut broken = take();
-    broken.states[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+    let mut states = broken.states.to_vec();
+    states[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+    broken.states = states.into();
     assert_eq!(put(&mut expected(), broken), OutcomeStatus::NotFinite);
     assert_eq!(put(&mut expected(), take()), OutcomeStatus::Stored);
     assert_eq!(put(&mut expected(), take()), OutcomeStatus::Duplicate);

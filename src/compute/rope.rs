@@ -55,6 +55,11 @@ impl<T: Real> RopeTable<T> {
         self.positions = self.positions.max(positions);
     }
 
+    /// Cosines and sines of the positions in use, [positions, D / 2] each.
+    pub fn tables(&self) -> (&[T], &[T]) {
+        (&self.cosines, &self.sines)
+    }
+
     /// target = the vector of D elements turned to `position`, and stretched by the attention factor.
     #[inline(always)]
     pub fn turn(&self, target: &mut [T], source: &[T], position: usize) {

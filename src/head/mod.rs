@@ -22,7 +22,7 @@ pub use checkpoint::{Head, HeadDtype, WriteOptions};
 pub use compatible::{Incompatible, check_swap};
 pub use config_file::{HeadFormat, KeptFields, VerifierReference};
 pub use error::HeadError;
-
+pub(crate) use fields::{Fields, read_object};
 pub use fresh::{FreshOptions, OutputHead, fresh_head};
 pub(crate) use random::normal;
 pub use tensor_file::TensorSource;

@@ -126,7 +126,7 @@ pub struct SampleKey<'a> {
     pub request_id: &'a str,
     pub choice_index: u32,
     pub conversation_id: &'a str,
-    /// `live` or `replay`.
+    /// `live`, `replay` or `import`.
     pub source: &'a str,
     pub held_out: bool,
 }

@@ -59,7 +59,7 @@ pub(crate) fn open_if_there(path: &Path) -> Result<Option<(File, Identity)>, Sta
 }
 
 /// What is wrong in a file, and where.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Damage {
     pub path: PathBuf,
     pub offset: u64,

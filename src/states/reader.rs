@@ -48,7 +48,7 @@ pub struct Refreshed {
 }
 
 /// What [`Reader::verify`] saw.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 pub struct VerifyReport {
     pub segments: usize,
     pub samples: usize,

@@ -10,6 +10,7 @@
 use std::fs::File;
 use std::path::Path;
 
+use bytes::Bytes;
 use safetensors::SafeTensors;
 
 use super::accept::{self, Expected, OutcomeStatus, SampleKey};
@@ -98,7 +99,7 @@ impl StockSample {
             layers: tensors.layers,
             hidden: tensors.hidden,
             dtype: tensors.dtype,
-            states: states.data().to_vec(),
+            states: Bytes::copy_from_slice(states.data()),
         })
     }
 }

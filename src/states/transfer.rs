@@ -10,6 +10,7 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use bytes::Bytes;
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
@@ -124,7 +125,7 @@ pub struct TransferFile {
     pub hidden: usize,
     pub dtype: StateDtype,
     /// [T - first_row, L, H], little-endian, in `dtype`.
-    pub states: Vec<u8>,
+    pub states: Bytes,
 }
 
 /// Why a file cannot be used.
@@ -146,7 +147,7 @@ pub fn read(path: &Path, max_bytes: u64) -> Result<TransferFile, TransferError> 
 }
 
 /// The bytes of a file that is no link and has at most `max_bytes`.
-pub(super) fn read_plain_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, TransferError> {
+pub(crate) fn read_plain_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, TransferError> {
     let unreadable = |error: std::io::Error| TransferError::Unreadable(error.to_string());
     let named = fs::symlink_metadata(path).map_err(unreadable)?;
     if !named.file_type().is_file() {
@@ -172,6 +173,7 @@ pub(super) fn read_plain_file(path: &Path, max_bytes: u64) -> Result<Vec<u8>, Tr
 /// Parses and verifies the bytes of a file.
 pub fn parse(bytes: Vec<u8>) -> Result<TransferFile, TransferError> {
     let format = |reason: String| TransferError::Format(reason);
+    let bytes = Bytes::from(bytes);
     let (_, header) = SafeTensors::read_metadata(&bytes).map_err(|error| format(error.to_string()))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|error| format(error.to_string()))?;
     let metadata = header.metadata().as_ref().ok_or_else(|| format("it has no metadata".to_string()))?;
@@ -226,7 +228,7 @@ pub fn parse(bytes: Vec<u8>) -> Result<TransferFile, TransferError> {
         layers,
         hidden,
         dtype,
-        states: states.data().to_vec(),
+        states: bytes.slice_ref(states.data()),
     })
 }
 
@@ -248,7 +250,7 @@ fn parse_drafting(metadata: &HashMap<String, String>) -> Result<Option<Drafting>
 }
 
 /// The two tensors of any states file, ours or vLLM's own: states, ids.
-pub(super) fn views<'data>(
+pub(crate) fn views<'data>(
     tensors: &SafeTensors<'data>,
 ) -> Result<(TensorView<'data>, TensorView<'data>), TransferError> {
     let view = |name: &str| tensors.tensor(name).map_err(|error| TransferError::Format(error.to_string()));
@@ -256,7 +258,7 @@ pub(super) fn views<'data>(
 }
 
 /// What the two tensors hold, types and shapes verified. How rows and ids relate is the format's own matter.
-pub(super) struct Tensors {
+pub(crate) struct Tensors {
     pub token_ids: Vec<u32>,
     pub rows: usize,
     pub layers: usize,
