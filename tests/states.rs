@@ -440,7 +440,7 @@ fn a_concurrent_reader_never_sees_a_broken_sample() {
     let mut store = StateStore::open(directory.path(), options).unwrap();
     let path = directory.path().to_path_buf();
     let writer = std::thread::spawn(move || {
-        for i in 0..2_000 {
+        for i in 0..800 {
             append(&mut store, &i.to_string(), 1 + i % 30, i % 10 == 0).unwrap();
         }
     });

@@ -208,13 +208,18 @@ fn bench_proxy(flags: &ProxyFlags) -> anyhow::Result<ExitCode> {
 }
 
 fn bench_states(flags: &StatesFlags) -> anyhow::Result<ExitCode> {
-    for (flag, number) in [("--hidden", flags.hidden), ("--tokens", flags.tokens), ("--samples", flags.samples)] {
+    for (flag, number) in
+        [("--hidden", flags.hidden), ("--tokens", flags.tokens), ("--samples", flags.samples)]
+    {
         anyhow::ensure!(number > 0, "{flag} is 0; give 1 or more");
     }
     let parent = flags.directory.clone().unwrap_or_else(std::env::temp_dir);
     let directory = parent.join(format!("draftsmith-bench-{}", std::process::id()));
     if !flags.json {
-        println!("{:<12} bytes a token   written: tokens/s  GB/s (file, checksum, store)   read: tokens/s  GB/s", "");
+        println!(
+            "{:<12} bytes a token   written: tokens/s  GB/s (file, checksum, store)   read: tokens/s  GB/s",
+            ""
+        );
     }
     for encoding in [StateEncoding::AsReceived, StateEncoding::Fp8] {
         let report = measure_store(

@@ -75,7 +75,8 @@ fn measure_in(directory: &Path, options: &BenchOptions) -> Result<BenchReport, S
     let path = directory.join(format!("chatcmpl-bench-00000000{EXTENSION}"));
     let mut times = WriteTimes::default();
     for number in 0..options.samples {
-        fs::write(&path, published(options, number)).map_err(|error| StatesError::io("cannot write", &path, error))?;
+        fs::write(&path, published(options, number))
+            .map_err(|error| StatesError::io("cannot write", &path, error))?;
         times.add(&mut store, &mut expected, &path, number)?;
     }
     let written = times.read_file + times.checksum + times.store;
@@ -128,8 +129,7 @@ impl WriteTimes {
     ) -> Result<(), StatesError> {
         let unusable = |reason: String| StatesError::Shape { request_id: number.to_string(), reason };
         let began = Instant::now();
-        let bytes =
-            transfer::read_plain_file(path, u64::MAX).map_err(|error| unusable(error.to_string()))?;
+        let bytes = transfer::read_plain_file(path, u64::MAX).map_err(|error| unusable(error.to_string()))?;
         let read = Instant::now();
         let file: TransferFile = transfer::parse(bytes).map_err(|error| unusable(error.to_string()))?;
         let parsed = Instant::now();

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::StatesError;
@@ -11,25 +11,39 @@ pub(crate) const VERSION: u32 = 2;
 /// Length of a file without frames.
 pub(crate) const FILE_HEADER: u64 = 16;
 
-/// Device and inode: a file that was written anew is another one under the same name.
-pub(crate) type Identity = (u64, u64);
+/// Tells a file from another one that had its name before. Inodes do not: a system uses them again at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Generation(u32);
+
+impl Generation {
+    pub fn new() -> Self {
+        // Its last bits are random.
+        Self(uuid::Uuid::now_v7().as_u128() as u32)
+    }
+}
 
 /// The first bytes of a file of this kind.
-pub(crate) fn file_header(magic: &[u8; 8]) -> [u8; FILE_HEADER as usize] {
+pub(crate) fn file_header(magic: &[u8; 8], generation: Generation) -> [u8; FILE_HEADER as usize] {
     let mut bytes = [0; FILE_HEADER as usize];
     bytes[..8].copy_from_slice(magic);
     bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[12..].copy_from_slice(&generation.0.to_le_bytes());
     bytes
 }
 
-/// Ok(false): shorter than its header (just being made, or torn).
-pub(crate) fn check_file_header(file: &File, path: &Path, magic: &[u8; 8]) -> Result<bool, StatesError> {
+/// None: shorter than its header (just being made, or torn).
+pub(crate) fn read_file_header(
+    file: &File,
+    path: &Path,
+    magic: &[u8; 8],
+) -> Result<Option<Generation>, StatesError> {
     let mut bytes = [0; FILE_HEADER as usize];
     if !read_fully(file, &mut bytes, 0).map_err(|error| StatesError::io("cannot read", path, error))? {
-        return Ok(false);
+        return Ok(None);
     }
-    if bytes == file_header(magic) {
-        return Ok(true);
+    let generation = Generation(u32_at(&bytes, 12));
+    if bytes == file_header(magic, generation) {
+        return Ok(Some(generation));
     }
     Err(StatesError::Foreign {
         path: path.to_path_buf(),
@@ -48,14 +62,12 @@ pub(crate) fn read_fully(file: &File, buffer: &mut [u8], offset: u64) -> io::Res
 }
 
 /// Opens a file that may be gone: None.
-pub(crate) fn open_if_there(path: &Path) -> Result<Option<(File, Identity)>, StatesError> {
-    let file = match File::open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(StatesError::io("cannot open", path, error)),
-    };
-    let metadata = file.metadata().map_err(|error| StatesError::io("cannot read", path, error))?;
-    Ok(Some((file, (metadata.dev(), metadata.ino()))))
+pub(crate) fn open_if_there(path: &Path) -> Result<Option<File>, StatesError> {
+    match File::open(path) {
+        Ok(file) => Ok(Some(file)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(StatesError::io("cannot open", path, error)),
+    }
 }
 
 /// What is wrong in a file, and where.

@@ -1,7 +1,7 @@
 //! The index: what each stored sample is, its tokens, and the keys of its blocks.
 //!
 //! ```text
-//! index  = "DSINDEX2" version:u32 zero:u32 sample*
+//! index  = "DSINDEX2" version:u32 generation:u32 sample*
 //! sample = "DSS1" header_length:u32 payload_length:u32 crc:u32 header payload
 //! header = JSON, see SampleHeader
 //! payload = token ids u32 [T + 1], block keys [u8; 16] [ceil(T / 16)]

@@ -27,8 +27,8 @@ mod store;
 pub mod transfer;
 mod values;
 
-pub use bench::{BenchOptions, BenchReport, measure as measure_store};
 pub use accept::{Expected, OutcomeStatus, SampleKey};
+pub use bench::{BenchOptions, BenchReport, measure as measure_store};
 pub use collector::{
     ChoiceText, Collector, CollectorOptions, CollectorStats, Forgetter, Outcome, RequestSummary,
 };

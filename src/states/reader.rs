@@ -6,12 +6,11 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::block::BlockKey;
-use super::frame::{Damage, FILE_HEADER, Identity, check_file_header, open_if_there};
+use super::frame::{Damage, FILE_HEADER, Generation, open_if_there, read_file_header};
 use super::index::{self, IndexedSample, SampleHeader};
 use super::segment::{self, Block};
 use super::{StatesError, values};
@@ -78,7 +77,7 @@ pub struct Reader {
     index: Vec<SampleEntry>,
     blocks: Arc<Blocks>,
     /// Of the index as it was read, and how far.
-    identity: Option<Identity>,
+    generation: Option<Generation>,
     position: u64,
 }
 
@@ -90,7 +89,7 @@ impl Reader {
             directory: directory.to_path_buf(),
             index: Vec::new(),
             blocks: Arc::new(blocks),
-            identity: None,
+            generation: None,
             position: 0,
         };
         fs::read_dir(directory).map_err(|error| StatesError::io("cannot list", directory, error))?;
@@ -103,18 +102,16 @@ impl Reader {
     pub fn refresh(&mut self) -> Result<Refreshed, StatesError> {
         let path = index::path_of(&self.directory);
         let opened = match open_if_there(&path)? {
-            Some((file, identity)) => {
-                check_file_header(&file, &path, index::MAGIC)?.then_some((file, identity))
-            }
+            Some(file) => read_file_header(&file, &path, index::MAGIC)?.map(|generation| (file, generation)),
             None => None,
         };
-        let Some((file, identity)) = opened else {
+        let Some((file, generation)) = opened else {
             let removed = self.index.len();
             self.index.clear();
-            (self.identity, self.position) = (None, 0);
+            (self.generation, self.position) = (None, 0);
             return Ok(Refreshed { added: 0, removed });
         };
-        if self.identity == Some(identity) {
+        if self.generation == Some(generation) {
             // A torn end is either a sample that is just being written, or what the writer cuts at its next start.
             let scanned = index::scan(&file, &path, self.position)?;
             self.position = scanned.end;
@@ -139,7 +136,7 @@ impl Reader {
                 _ => self.index.push(entry(sample, &self.blocks)),
             }
         }
-        (self.identity, self.position) = (Some(identity), scanned.end);
+        (self.generation, self.position) = (Some(generation), scanned.end);
         Ok(Refreshed { added: self.index.len() - kept, removed: before - kept })
     }
 
@@ -177,14 +174,14 @@ impl Reader {
         let mut report = VerifyReport::default();
         let mut good = HashMap::new();
         for (_, path) in segment::list(&self.directory)? {
-            let Some((file, _)) = open_if_there(&path)? else { continue };
+            let Some(file) = open_if_there(&path)? else { continue };
             report.segments += 1;
             let mut damage = |offset, reason: &str| {
                 report.damaged.push(Damage { path: path.clone(), offset, reason: reason.to_owned() });
             };
-            match check_file_header(&file, &path, segment::MAGIC) {
-                Ok(true) => {}
-                Ok(false) => {
+            match read_file_header(&file, &path, segment::MAGIC) {
+                Ok(Some(_)) => {}
+                Ok(None) => {
                     damage(0, "the file ends inside its header");
                     continue;
                 }
@@ -218,13 +215,13 @@ impl Reader {
         report: &mut VerifyReport,
     ) -> Result<(), StatesError> {
         let path = index::path_of(&self.directory);
-        let Some((file, _)) = open_if_there(&path)? else { return Ok(()) };
+        let Some(file) = open_if_there(&path)? else { return Ok(()) };
         let mut damage = |offset, reason: String| {
             report.damaged.push(Damage { path: path.clone(), offset, reason });
         };
-        match check_file_header(&file, &path, index::MAGIC) {
-            Ok(true) => {}
-            Ok(false) => {
+        match read_file_header(&file, &path, index::MAGIC) {
+            Ok(Some(_)) => {}
+            Ok(None) => {
                 damage(0, "the file ends inside its header".to_owned());
                 return Ok(());
             }
@@ -322,9 +319,8 @@ struct Table {
 }
 
 /// How far a segment was read.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Known {
-    identity: Identity,
     position: u64,
     keys: Vec<BlockKey>,
     mapped: Option<Arc<Mapped>>,
@@ -395,11 +391,10 @@ impl Table {
     fn map(&mut self, directory: &Path, number: u64, end: u64) -> Result<Option<Arc<Mapped>>, StatesError> {
         let Some(known) = self.segments.get_mut(&number) else { return Ok(None) };
         let path = segment::path_of(directory, number);
-        let there = fs::metadata(&path).ok();
-        let same = there.as_ref().is_some_and(|metadata| (metadata.dev(), metadata.ino()) == known.identity);
-        let length = there.map_or(0, |metadata| metadata.len());
-        let cut = known.mapped.as_ref().is_some_and(|mapped| mapped.map.len() as u64 > length);
-        if !same || cut {
+        // A map of a file that was cut would end the process.
+        let length = fs::metadata(&path).map_or(0, |metadata| metadata.len());
+        let mapped_length = known.mapped.as_ref().map_or(0, |mapped| mapped.map.len() as u64);
+        if length < end.max(mapped_length) {
             self.forget(number);
             return Ok(None);
         }
@@ -408,8 +403,7 @@ impl Table {
         {
             return Ok(Some(Arc::clone(mapped)));
         }
-        let opened = open_if_there(&path)?.filter(|(_, identity)| *identity == known.identity);
-        let Some((file, _)) = opened else {
+        let Some(file) = open_if_there(&path)? else {
             self.forget(number);
             return Ok(None);
         };
@@ -446,20 +440,12 @@ impl Table {
             self.forget(number);
         }
         for (number, path) in listed {
-            let Some((file, identity)) = open_if_there(&path)? else { continue };
-            if self.segments.get(&number).is_some_and(|known| known.identity != identity) {
-                self.forget(number);
-            }
-            let known = self.segments.entry(number).or_insert_with(|| Known {
-                identity,
-                position: 0,
-                keys: Vec::new(),
-                mapped: None,
-            });
+            let Some(file) = open_if_there(&path)? else { continue };
+            let known = self.segments.entry(number).or_default();
             if known.position == 0 {
-                match check_file_header(&file, &path, segment::MAGIC) {
-                    Ok(true) => known.position = FILE_HEADER,
-                    Ok(false) => continue,
+                match read_file_header(&file, &path, segment::MAGIC) {
+                    Ok(Some(_)) => known.position = FILE_HEADER,
+                    Ok(None) => continue,
                     Err(error @ StatesError::Foreign { .. }) => {
                         tracing::warn!("{error}");
                         continue;

@@ -1,13 +1,14 @@
 //! Segments: the files that hold the blocks.
 //!
 //! ```text
-//! segment = "DSBLOCKS" version:u32 zero:u32 block*
+//! segment = "DSBLOCKS" version:u32 generation:u32 block*
 //! block   = "DSB1" rows:u32 payload_length:u64 key:[u8; 16] payload_crc:u32 header_crc:u32 payload
 //! payload = states in their dtype [rows, L, H]
 //! ```
 //!
 //! All numbers are little-endian. `header_crc` (CRC-32) covers the 36 bytes before it, so that blocks can be found
-//! without reading any payload; a file is named `blocks-<number>.states`, and a higher number is younger.
+//! without reading any payload; a file is named `blocks-<number>.states`, a higher number is younger, and none is used
+//! twice.
 
 use std::fs::{self, File};
 use std::io;

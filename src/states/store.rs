@@ -19,7 +19,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use super::block::{BLOCK_ROWS, BlockKey, Layout, block_keys};
-use super::frame::{FILE_HEADER, check_file_header, file_header, read_fully};
+use super::frame::{FILE_HEADER, Generation, file_header, open_if_there, read_file_header, read_fully};
 use super::index::{self, IndexedSample, SampleHeader};
 use super::segment::{self, Block};
 use super::{StateDtype, StatesError, fp8};
@@ -211,7 +211,11 @@ impl StateStore {
             train_order: BTreeMap::new(),
             held_out_order: BTreeMap::new(),
             blocks: HashMap::new(),
-            next_segment: segments.last_key_value().map_or(0, |(number, _)| number + 1),
+            // Never one that there was before: readers know segments by their numbers.
+            next_segment: segments
+                .last_key_value()
+                .map_or(0, |(number, _)| number + 1)
+                .max(now_milliseconds().unsigned_abs()),
             segments,
             current: None,
             index: Index { path: index_path, file: None, bytes: 0, live_bytes: index::EMPTY },
@@ -710,7 +714,7 @@ impl StateStore {
             kept.push((sample.offset, sample.length, name.clone()));
         }
         kept.sort();
-        let mut bytes = file_header(index::MAGIC).to_vec();
+        let mut bytes = file_header(index::MAGIC, Generation::new()).to_vec();
         if !kept.is_empty() {
             let source = File::open(&path).map_err(failed)?;
             for (offset, length, name) in &kept {
@@ -759,7 +763,7 @@ impl StateStore {
         let mut file =
             OpenOptions::new().append(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
         self.next_segment += 1;
-        file.write_all(&file_header(segment::MAGIC)).map_err(failed)?;
+        file.write_all(&file_header(segment::MAGIC, Generation::new())).map_err(failed)?;
         File::open(&self.directory).and_then(|directory| directory.sync_all()).map_err(failed)?;
         self.segments.insert(number, Segment { path, bytes: segment::EMPTY, live_bytes: 0 });
         self.current = Some(file);
@@ -876,8 +880,8 @@ fn write_all_slices(file: &mut File, mut slices: &mut [IoSlice<'_>]) -> std::io:
 fn recover_segment(path: &Path, youngest: bool) -> Result<Option<(u64, Vec<Block>)>, StatesError> {
     let failed = |error| StatesError::io("cannot recover", path, error);
     let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
-    let whole = match check_file_header(&file, path, segment::MAGIC) {
-        Ok(whole) => whole,
+    let whole = match read_file_header(&file, path, segment::MAGIC) {
+        Ok(generation) => generation.is_some(),
         Err(error @ StatesError::Foreign { .. }) => {
             tracing::warn!("{error}");
             return Ok(None);
@@ -910,8 +914,8 @@ fn recover_segment(path: &Path, youngest: bool) -> Result<Option<(u64, Vec<Block
 
 /// The samples of the index of an earlier run, and whether the file can stay as it is.
 fn recover_index(path: &Path) -> Result<(Vec<IndexedSample>, bool), StatesError> {
-    let Some((file, _)) = super::frame::open_if_there(path)? else { return Ok((Vec::new(), false)) };
-    if !check_file_header(&file, path, index::MAGIC)? {
+    let Some(file) = open_if_there(path)? else { return Ok((Vec::new(), false)) };
+    if read_file_header(&file, path, index::MAGIC)?.is_none() {
         return Ok((Vec::new(), false));
     }
     let scanned = index::scan(&file, path, index::EMPTY)?;
