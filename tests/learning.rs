@@ -108,6 +108,8 @@ impl Lab {
                 hidden: HIDDEN,
                 dtype: StateDtype::F32,
                 layer_ids: layer_ids.to_vec(),
+                // The same few tokens come with other states each time: they must not be taken for the same rows.
+                prefix_salt: format!("request-{}", self.appended),
                 head_digest: None,
                 drafting: None,
                 captured_at: self.appended as i64,
@@ -121,14 +123,8 @@ impl Lab {
                 let says = &self.embedding[*next as usize * HIDDEN..][..HIDDEN];
                 states[(row * 4 + 3) * HIDDEN..][..HIDDEN].copy_from_slice(says);
             }
-            // The same few tokens come with other states each time, so they must not be taken for the same rows.
-            let sample = NewSample {
-                header: &header,
-                token_ids: &ids,
-                first_row: 0,
-                states: &bytes(&states),
-                prefix_salt: &header.request_id,
-            };
+            let sample =
+                NewSample { header: &header, token_ids: &ids, first_row: 0, states: &bytes(&states) };
             self.store.append(sample).unwrap();
         }
         self.store.sync().unwrap();

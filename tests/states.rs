@@ -15,6 +15,7 @@ use draftsmith::states::{
     Appended, ChoiceText, Collector, CollectorOptions, Drafting, NewSample, Outcome, OutcomeStatus, Reader,
     RequestSummary, SampleHeader, StateDtype, StateStore, StatesError, StoreOptions,
 };
+use proptest::prelude::*;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -35,6 +36,7 @@ fn header(request_id: &str, rows: usize, held_out: bool) -> SampleHeader {
         hidden: HIDDEN,
         dtype: StateDtype::F32,
         layer_ids: vec![2, 30],
+        prefix_salt: String::new(),
         head_digest: None,
         drafting: None,
         captured_at: 1,
@@ -55,13 +57,9 @@ fn bytes(values: &[f32]) -> Vec<u8> {
 
 /// A sample that shares nothing with those of other requests.
 fn append(store: &mut StateStore, request_id: &str, rows: usize, held_out: bool) -> Result<(), StatesError> {
-    let sample = NewSample {
-        header: &header(request_id, rows, held_out),
-        token_ids: &ids(rows),
-        first_row: 0,
-        states: &bytes(&floats(rows)),
-        prefix_salt: request_id,
-    };
+    let header = SampleHeader { prefix_salt: request_id.to_owned(), ..header(request_id, rows, held_out) };
+    let sample =
+        NewSample { header: &header, token_ids: &ids(rows), first_row: 0, states: &bytes(&floats(rows)) };
     store.append(sample).map(drop)
 }
 
@@ -100,14 +98,14 @@ fn samples_come_back_as_they_went_in() {
     let mut narrow = header("b", 3, true);
     narrow.dtype = StateDtype::Bf16;
     narrow.head_digest = Some("head".to_string());
-    let sample =
-        NewSample { header: &narrow, token_ids: &ids(3), first_row: 0, states: &raw, prefix_salt: "" };
+    let sample = NewSample { header: &narrow, token_ids: &ids(3), first_row: 0, states: &raw };
     store.append(sample).unwrap();
 
     let reader = Reader::open(directory.path()).unwrap();
     let by_name: HashMap<String, usize> = names(&reader).into_iter().zip(0..).collect();
     let first = reader.load(by_name["a"]).unwrap();
-    assert_eq!((first.header, first.token_ids, first.states), (header("a", 5, false), ids(5), floats(5)));
+    let put = SampleHeader { prefix_salt: "a".to_owned(), ..header("a", 5, false) };
+    assert_eq!((first.header, first.token_ids, first.states), (put, ids(5), floats(5)));
     let second = reader.load(by_name["b"]).unwrap();
     assert_eq!(second.header, narrow);
     assert_eq!(second.states, half.iter().map(|value| value.to_f32()).collect::<Vec<_>>());
@@ -132,8 +130,7 @@ fn one_writer_no_duplicates_no_wrong_shapes() {
     let header = header("b", 5, false);
     let mut wrong = |ids: usize, first_row: usize, rows: usize| {
         let (token_ids, states) = (self::ids(ids), bytes(&floats(rows)));
-        let sample =
-            NewSample { header: &header, token_ids: &token_ids, first_row, states: &states, prefix_salt: "" };
+        let sample = NewSample { header: &header, token_ids: &token_ids, first_row, states: &states };
         assert!(matches!(store.append(sample), Err(StatesError::Shape { .. })), "{ids} {first_row} {rows}");
     };
     for (ids, first_row, rows) in [(4, 0, 5), (5, 0, 4), (5, 1, 5), (5, 5, 0), (0, 0, 0)] {
@@ -258,7 +255,6 @@ fn turn(
         token_ids: &ids(rows),
         first_row,
         states: &states,
-        prefix_salt: "",
     })
 }
 
@@ -323,15 +319,10 @@ fn badly_accepted_samples_stay_longer() {
     for number in 0..200 {
         let mut header = header(&number.to_string(), 16, false);
         let accepted_tokens = if number % 2 == 0 { 0 } else { 30 };
+        header.prefix_salt = number.to_string();
         header.drafting = Some(Drafting { drafts: 10, drafted_tokens: 30, accepted_tokens });
         let (token_ids, states) = (ids(16), bytes(&floats(16)));
-        let sample = NewSample {
-            header: &header,
-            token_ids: &token_ids,
-            first_row: 0,
-            states: &states,
-            prefix_salt: &header.request_id,
-        };
+        let sample = NewSample { header: &header, token_ids: &token_ids, first_row: 0, states: &states };
         store.append(sample).unwrap();
     }
     let kept: Vec<usize> =
@@ -878,4 +869,152 @@ fn damage_under_a_reader_is_a_typed_error() {
     assert!(matches!(reader.load(0), Err(StatesError::Damaged { .. })));
     file.set_len(30).unwrap();
     assert!(matches!(reader.load(0), Err(StatesError::Evicted { .. })));
+}
+
+#[test]
+fn a_source_that_gives_nothing_but_wrong_files_is_switched_off() {
+    let lab = lab(|_| {}, false);
+    let give = |number: usize, broken: bool| {
+        let request_id = format!("request-{number}");
+        let mut file = fake(&format!("chatcmpl-{request_id}-0123abcd"));
+        if broken {
+            file.states[7] = f32::NAN;
+        }
+        lab.collector.expect(request(&request_id, 1));
+        file.publish(lab.transfer.path());
+        let outcome = lab.next();
+        assert_eq!(lab.files(), 0);
+        outcome.status
+    };
+    for number in 0..15 {
+        assert_eq!(give(number, true), OutcomeStatus::NotFinite);
+    }
+    assert_eq!(give(15, false), OutcomeStatus::Stored, "a good one ends the row");
+    for number in 16..32 {
+        assert_eq!(give(number, true), OutcomeStatus::NotFinite);
+    }
+    for number in 32..40 {
+        assert_eq!(give(number, number % 2 == 0), OutcomeStatus::SwitchedOff);
+    }
+    assert_eq!(lab.collector.stats().by_status[&OutcomeStatus::SwitchedOff], 8);
+    assert_eq!(Reader::open(lab.store.path()).unwrap().index().len(), 1);
+}
+
+/// What a sample in the model of [`the_store_behaves_like_a_map`] holds: rows of a number that its prefix decides.
+fn model_states(tokens: &[u32]) -> Vec<f32> {
+    let mut prefix = 0_u32;
+    let mut states = Vec::new();
+    for token in tokens {
+        prefix = prefix.wrapping_mul(31).wrapping_add(*token + 1);
+        states.extend(
+            (0..LAYERS * HIDDEN).map(|value| ((prefix >> 3) % 100_003) as f32 + value as f32 * 0.125),
+        );
+    }
+    states
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// A sample of `rows` rows that has the first `shared` tokens of conversation `conversation` in common with others,
+    /// its first `left_out` blocks of vLLM's not given.
+    Append {
+        conversation: u32,
+        shared: usize,
+        rows: usize,
+        left_out: usize,
+        held_out: bool,
+    },
+    /// Every sample whose number has this remainder by three.
+    Forget(usize),
+    Compact,
+    /// The writer starts again; None: as it ended, else so many bytes short at the end of the youngest segment.
+    Reopen(Option<u64>),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        12 => (0..4_u32, 0..120_usize, 1..150_usize, 0..5_usize, any::<bool>()).prop_map(
+            |(conversation, shared, rows, left_out, held_out)| {
+                Step::Append { conversation, shared, rows, left_out, held_out }
+            }
+        ),
+        1 => (0..3_usize).prop_map(Step::Forget),
+        1 => Just(Step::Compact),
+        1 => prop_oneof![Just(None), (1..400_u64).prop_map(Some)].prop_map(Step::Reopen),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// Whatever is appended, evicted, forgotten, moved and lost: what a reader gets is what was put in.
+    #[test]
+    fn the_store_behaves_like_a_map(steps in prop::collection::vec(step(), 1..60)) {
+        let directory = tempfile::tempdir().unwrap();
+        let options = StoreOptions {
+            segment_bytes: 3_000,
+            quota_bytes: 40_000,
+            held_out_quota_bytes: 10_000,
+            ..StoreOptions::default()
+        };
+        let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
+        let mut reader = Reader::open(directory.path()).unwrap();
+        let mut put: HashMap<String, Vec<u32>> = HashMap::new();
+        for (number, step) in steps.into_iter().enumerate() {
+            match step {
+                Step::Append { conversation, shared, rows, left_out, held_out } => {
+                    let tokens: Vec<u32> = (0..=rows)
+                        .map(|at| if at < shared { conversation * 1000 + at as u32 } else { 50_000 + number as u32 })
+                        .collect();
+                    let first_row = (16 * left_out).min((rows - 1) / 16 * 16);
+                    let states = bytes(&model_states(&tokens[..rows])[first_row * LAYERS * HIDDEN..]);
+                    let name = number.to_string();
+                    let header = SampleHeader { prefix_salt: String::new(), ..header(&name, rows, held_out) };
+                    let sample = NewSample { header: &header, token_ids: &tokens, first_row, states: &states };
+                    match store.append(sample) {
+                        Ok(appended) => {
+                            prop_assert_eq!(appended.new_rows + appended.shared_rows + appended.missing_rows, rows);
+                            prop_assert!(appended.missing_rows <= first_row);
+                            put.insert(name, tokens);
+                        }
+                        Err(error) => prop_assert!(matches!(error, StatesError::TooLarge { .. }), "{}", error),
+                    }
+                }
+                Step::Forget(remainder) => {
+                    let forgotten = |name: &str| name.parse::<usize>().unwrap() % 3 == remainder;
+                    store.forget(|header| forgotten(&header.request_id)).unwrap();
+                    put.retain(|name, _| !forgotten(name));
+                }
+                Step::Compact => {
+                    store.compact().unwrap();
+                    prop_assert_eq!(store.stats().bytes, store.stats().live_bytes + store.stats().segments as u64 * 16);
+                }
+                Step::Reopen(cut) => {
+                    drop(store);
+                    if let (Some(cut), Some(youngest)) = (cut, segments(directory.path()).pop()) {
+                        let file = fs::OpenOptions::new().write(true).open(youngest).unwrap();
+                        let length = file.metadata().unwrap().len();
+                        file.set_len(length.saturating_sub(cut)).unwrap();
+                    }
+                    store = StateStore::open(directory.path(), options.clone()).unwrap();
+                }
+            }
+            reader.refresh().unwrap();
+            let stats = store.stats();
+            prop_assert!(stats.bytes <= options.quota_bytes && stats.held_out_bytes <= options.held_out_quota_bytes);
+            let on_disk: u64 =
+                files(directory.path()).iter().map(|path| fs::metadata(path).unwrap().len()).sum();
+            prop_assert_eq!(on_disk, stats.bytes);
+            prop_assert_eq!(reader.index().len(), stats.train_samples + stats.held_out_samples);
+            for entry in reader.index() {
+                let tokens = &put[&entry.header.request_id];
+                let sample = entry.load().unwrap();
+                let missing = entry.header.missing_rows;
+                prop_assert_eq!(&sample.token_ids, &tokens[missing..]);
+                prop_assert_eq!(sample.states, model_states(&tokens[..tokens.len() - 1])[missing * LAYERS * HIDDEN..].to_vec());
+            }
+        }
+        let report = reader.verify().unwrap();
+        prop_assert!(report.damaged.is_empty(), "{:?}", report);
+    }
 }

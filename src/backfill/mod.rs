@@ -9,6 +9,7 @@
 //! The newest records come first, and no more of them than the quota holds: a store that is full of newer states is left
 //! alone.
 
+mod check;
 mod import;
 mod local;
 mod sink;
@@ -16,6 +17,7 @@ mod source;
 mod speculators;
 mod stock;
 
+pub use check::{CheckReport, WrongSample, check};
 pub use import::{ImportOptions, import};
 
 use std::collections::BTreeMap;

@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 
 use super::{ConfigFlags, PARTLY_DONE};
-use crate::backfill::{self, BackfillOptions, BackfillReport, FillFrom, ImportOptions};
+use crate::backfill::{self, BackfillOptions, BackfillReport, CheckReport, FillFrom, ImportOptions};
 use crate::config::Config;
 use crate::states::{Reader, StateStore, StoreOptions};
 use crate::store::DataDir;
@@ -69,6 +69,29 @@ enum Action {
         #[arg(long)]
         json: bool,
     },
+    /// Compute some of the stored states again, elsewhere, and compare; exit 3 if any is not that of its tokens
+    Check {
+        /// A second vLLM's address, or `local`: as for backfill
+        #[arg(long, value_name = "URL|local")]
+        from: String,
+        /// That vLLM's shared_storage_path, as this machine sees it
+        #[arg(long, value_name = "DIR")]
+        transfer: Option<PathBuf>,
+        /// So many of the samples
+        #[arg(long, default_value_t = 0.01)]
+        share: f64,
+        /// Draws the same samples each time it is given; without it others each time
+        #[arg(long)]
+        seed: Option<String>,
+        /// At most so many samples
+        #[arg(long)]
+        limit: Option<usize>,
+        #[command(flatten)]
+        config: ConfigFlags,
+        /// Print the report as JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// What is stored, and how much room prefixes in common save
     Stats {
         #[command(flatten)]
@@ -112,6 +135,16 @@ impl StatesCommand {
                 super::existing_data(&settings)?;
                 let options = ImportOptions { directory, data_set: dataset, layer_ids: layers, limit };
                 show(&backfill::import(&settings, &options)?, json)
+            }
+            Action::Check { from, transfer, share, seed, limit, config, json } => {
+                let options =
+                    BackfillOptions { from: fill_from(from, transfer, None)?, layer_ids: None, limit };
+                let seed = seed.unwrap_or_else(|| jiff::Timestamp::now().to_string());
+                let runtime = super::runtime()?;
+                let settings = config.load()?;
+                super::existing_data(&settings)?;
+                let checked = backfill::check(&settings, &options, share, &seed, super::interrupted());
+                show_check(&runtime.block_on(checked)?, json)
             }
             Action::Stats { config, json } => stats(&super::existing_data(&config.load()?)?, json),
             Action::Verify { config, json } => verify(&super::existing_data(&config.load()?)?, json),
@@ -166,6 +199,34 @@ fn show(report: &BackfillReport, json: bool) -> anyhow::Result<ExitCode> {
     if let Some(reason) = &report.ended_early {
         println!("  ended early: {reason}");
     }
+    Ok(ExitCode::from(report.exit_code()))
+}
+
+fn show_check(report: &CheckReport, json: bool) -> anyhow::Result<ExitCode> {
+    if json {
+        println!("{}", serde_json::to_string_pretty(report)?);
+        return Ok(ExitCode::from(report.exit_code()));
+    }
+    for wrong in &report.wrong {
+        println!(
+            "choice {} of request {}: {} rows from row {} on are not those of their tokens (off by up to {:.3})",
+            wrong.choice_index, wrong.request_id, wrong.rows, wrong.first_row, wrong.worst_error
+        );
+    }
+    for (reason, count) in &report.failed {
+        println!("  not computed, {reason}: {count}");
+    }
+    if let Some(reason) = &report.ended_early {
+        println!("  ended early: {reason}");
+    }
+    println!(
+        "{} samples compared, {} rows, {} samples wrong; the worst row is {:.1e} off; {} not comparable",
+        report.samples,
+        report.rows,
+        report.wrong.len(),
+        report.worst_error,
+        report.not_comparable
+    );
     Ok(ExitCode::from(report.exit_code()))
 }
 

@@ -37,6 +37,8 @@ pub enum OutcomeStatus {
     NotFinite,
     Duplicate,
     TooLarge,
+    /// Too many files in a row were wrong, so none is taken in any more.
+    SwitchedOff,
     /// All of its rows come before one that is to be had nowhere.
     Incomplete,
     /// The store could not be written.
@@ -64,9 +66,28 @@ impl OutcomeStatus {
             Self::NotFinite => "not_finite",
             Self::Duplicate => "duplicate",
             Self::TooLarge => "too_large",
+            Self::SwitchedOff => "switched_off",
             Self::Incomplete => "incomplete",
             Self::StoreError => "store_error",
         }
+    }
+}
+
+impl OutcomeStatus {
+    /// Whether it says that whoever wrote the file is at fault. Text is no such sign: an answer that a stop string ended
+    /// has other ids than its text.
+    pub(super) fn is_fault_of_the_source(self) -> bool {
+        matches!(
+            self,
+            Self::Unreadable
+                | Self::Format
+                | Self::Checksum
+                | Self::Shape
+                | Self::Layers
+                | Self::HiddenSize
+                | Self::Vocabulary
+                | Self::NotFinite
+        )
     }
 }
 
@@ -168,6 +189,7 @@ pub(super) fn check_and_store(
         hidden: file.hidden,
         dtype: file.dtype,
         layer_ids: file.layer_ids.clone(),
+        prefix_salt: file.prefix_salt.clone(),
         head_digest: file.head_digest.clone(),
         drafting: file.drafting,
         captured_at: now_milliseconds(),
@@ -177,7 +199,6 @@ pub(super) fn check_and_store(
         token_ids: &file.token_ids,
         first_row: file.first_row,
         states: &file.states,
-        prefix_salt: &file.prefix_salt,
     };
     match store.append(sample) {
         Ok(appended) => {

@@ -22,6 +22,9 @@ use super::{StateStore, StatesError, StoreStats, remove};
 /// Requests and file events that may wait for the thread. A full queue drops requests (counted), never blocks a caller.
 const QUEUE: usize = 16_384;
 
+/// So many wrong files, and no good one between them, are no accident.
+const SWITCH_OFF_AFTER: u64 = 16;
+
 /// How the collector works.
 #[derive(Clone, Debug)]
 pub struct CollectorOptions {
@@ -165,7 +168,9 @@ impl Collector {
             files: HashMap::new(),
             file_deadlines: VecDeque::new(),
             asked_for_whole: SystemTime::UNIX_EPOCH,
+            faults_in_a_row: 0,
         };
+        metrics::gauge!("draftsmith_states_switched_off").set(0.0);
         worker.ask_for_whole_requests();
         let thread = std::thread::Builder::new()
             .name("states".to_string())
@@ -237,6 +242,8 @@ struct Worker {
     file_deadlines: VecDeque<(Instant, String)>,
     /// When the plugin was last told to give whole requests; files from before it say nothing new.
     asked_for_whole: SystemTime,
+    /// Files whose writer was at fault, since the last good one.
+    faults_in_a_row: u64,
 }
 
 struct WaitingRequest {
@@ -460,6 +467,47 @@ impl Worker {
 
     /// Reads, verifies and stores one file.
     fn take_in(
+        &mut self,
+        path: &Path,
+        name: &TransferName,
+        choice_index: usize,
+        summary: &RequestSummary,
+        text: &ChoiceText,
+    ) -> Outcome {
+        if self.faults_in_a_row >= SWITCH_OFF_AFTER {
+            return Outcome {
+                request_id: summary.request_id.clone(),
+                choice_index,
+                status: OutcomeStatus::SwitchedOff,
+                ..Outcome::default()
+            };
+        }
+        let outcome = self.read_and_store(path, name, choice_index, summary, text);
+        self.watch_for_faults(outcome.status);
+        outcome
+    }
+
+    /// Switches the source off, loudly, where it gives nothing but wrong files.
+    fn watch_for_faults(&mut self, status: OutcomeStatus) {
+        if status == OutcomeStatus::Stored {
+            self.faults_in_a_row = 0;
+        }
+        if !status.is_fault_of_the_source() {
+            return;
+        }
+        self.faults_in_a_row += 1;
+        if self.faults_in_a_row == SWITCH_OFF_AFTER {
+            metrics::gauge!("draftsmith_states_switched_off").set(1.0);
+            tracing::error!(
+                directory = %self.options.transfer_directory.display(),
+                last_reason = status.as_str(),
+                "{SWITCH_OFF_AFTER} files of states in a row were wrong: no more are taken in until draftsmith starts again; \
+                 does vLLM run the plugin and the head that belong to this draftsmith?"
+            );
+        }
+    }
+
+    fn read_and_store(
         &mut self,
         path: &Path,
         name: &TransferName,

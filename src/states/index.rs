@@ -81,6 +81,9 @@ pub struct SampleHeader {
     pub dtype: StateDtype,
     /// L ids, in the order of the states.
     pub layer_ids: Vec<u32>,
+    /// What else than tokens and layers its states depend on; empty for most requests.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub prefix_salt: String,
     /// The draft head that was live, where known.
     #[serde(default)]
     pub head_digest: Option<String>,

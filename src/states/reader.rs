@@ -353,11 +353,15 @@ impl Blocks {
     /// The places of these blocks, in their order.
     fn find(&self, keys: &[BlockKey]) -> Result<Vec<Place>, StatesError> {
         let mut table = self.table();
-        for _ in 0..LOOKS {
+        for look in 0..LOOKS {
             if let Some(places) = table.find(&self.directory, keys)? {
                 return Ok(places);
             }
-            // Appended or moved since the last look.
+            // Appended or moved since the last look. Where that does not help, what is known of the segments may be of
+            // before a crash.
+            if look > 0 {
+                *table = Table::default();
+            }
             table.refresh(&self.directory)?;
         }
         table
@@ -457,7 +461,11 @@ impl Table {
             for block in blocks {
                 known.position = block.end();
                 known.keys.push(block.key);
-                self.places.insert(block.key, (number, block));
+                // A dead copy in an older segment must not hide the live one.
+                let younger = self.places.get(&block.key).is_none_or(|(known, _)| *known <= number);
+                if younger {
+                    self.places.insert(block.key, (number, block));
+                }
             }
         }
         Ok(())

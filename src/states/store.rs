@@ -104,8 +104,6 @@ pub struct NewSample<'a> {
     pub first_row: usize,
     /// [T - first_row, L, H], little-endian.
     pub states: &'a [u8],
-    /// Whatever else than tokens and layers the rows depend on; empty for most requests.
-    pub prefix_salt: &'a str,
 }
 
 /// Where the rows of a sample that was stored came from.
@@ -195,8 +193,13 @@ impl StateStore {
         let mut found = HashMap::new();
         let listed = segment::list(directory)?;
         let youngest = listed.last().map(|(number, _)| *number);
+        let mut youngest_is_whole = false;
         for (number, path) in listed {
-            let Some((bytes, blocks)) = recover_segment(&path, youngest == Some(number))? else { continue };
+            let Some(Recovered { bytes, blocks, cut }) = recover_segment(&path, youngest == Some(number))?
+            else {
+                continue;
+            };
+            youngest_is_whole = !cut;
             segments.insert(number, Segment { path, bytes, live_bytes: 0 });
             // Where a crash came between the copy of a block and the end of the segment that it was copied from, the
             // younger copy counts.
@@ -245,7 +248,10 @@ impl StateStore {
                 "samples of states are gone: their blocks were lost in a crash or damaged"
             );
         }
-        store.reopen_segment()?;
+        // What was cut off may be known to a reader, so nothing else may take its place.
+        if youngest_is_whole {
+            store.reopen_segment()?;
+        }
         if clean && lost == 0 {
             store.index.file = Some(open_to_append(&store.index.path)?);
             store.index.bytes = fs::metadata(&store.index.path)
@@ -277,7 +283,7 @@ impl StateStore {
             StateEncoding::Fp8 => StateDtype::Fp8,
         };
         let layout =
-            Layout { layer_ids: &header.layer_ids, hidden: header.hidden, dtype, salt: sample.prefix_salt };
+            Layout { layer_ids: &header.layer_ids, hidden: header.hidden, dtype, salt: &header.prefix_salt };
         let keys = block_keys(layout, &sample.token_ids[..rows]);
         let first_block = self.first_complete_block(&keys, sample.first_row);
         if first_block == keys.len() {
@@ -875,9 +881,17 @@ fn write_all_slices(file: &mut File, mut slices: &mut [IoSlice<'_>]) -> std::io:
     Ok(())
 }
 
-/// The length and the blocks of a segment of an earlier run, its torn end cut. None where it holds nothing (it is deleted)
+/// A segment of an earlier run.
+struct Recovered {
+    bytes: u64,
+    blocks: Vec<Block>,
+    /// Its torn end was cut off.
+    cut: bool,
+}
+
+/// A segment of an earlier run, its torn end cut. None where it holds nothing (it is deleted)
 /// or is no segment at all (it is left alone, and said in the log).
-fn recover_segment(path: &Path, youngest: bool) -> Result<Option<(u64, Vec<Block>)>, StatesError> {
+fn recover_segment(path: &Path, youngest: bool) -> Result<Option<Recovered>, StatesError> {
     let failed = |error| StatesError::io("cannot recover", path, error);
     let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
     let whole = match read_file_header(&file, path, segment::MAGIC) {
@@ -909,7 +923,7 @@ fn recover_segment(path: &Path, youngest: bool) -> Result<Option<(u64, Vec<Block
         fs::remove_file(path).map_err(failed)?;
         return Ok(None);
     }
-    Ok(Some((end, blocks)))
+    Ok(Some(Recovered { bytes: end, blocks, cut: end < length }))
 }
 
 /// The samples of the index of an earlier run, and whether the file can stay as it is.

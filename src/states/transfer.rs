@@ -15,7 +15,7 @@ use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use sha2::{Digest, Sha256};
 
-use super::StateDtype;
+use super::{StateDtype, values};
 use crate::store::hex;
 
 /// The value of `format` in the metadata of a file that we read.
@@ -126,6 +126,15 @@ pub struct TransferFile {
     pub dtype: StateDtype,
     /// [T - first_row, L, H], little-endian, in `dtype`.
     pub states: Bytes,
+}
+
+impl TransferFile {
+    /// Its states [T - first_row, L * H].
+    pub fn decoded(&self) -> Vec<f32> {
+        let mut decoded = vec![0.0; (self.rows - self.first_row) * self.layers * self.hidden];
+        values::decode(self.dtype, &self.states, self.hidden, &mut decoded);
+        decoded
+    }
 }
 
 /// Why a file cannot be used.
