@@ -51,7 +51,7 @@ impl Wake {
             |error: notify::Error| StatesError::Watch { path: directory.into(), reason: error.to_string() };
         let wake = self.clone();
         let told = move |event: notify::Result<notify::Event>| {
-            // Reading the shards is an event too; it must not wake the reader again.
+            // Reading the files is an event too; it must not wake the reader again.
             if !event.is_ok_and(|event| event.kind.is_access() && !event.need_rescan()) {
                 wake.change();
             }

@@ -69,12 +69,15 @@ impl Block {
     }
 }
 
+/// Where the blocks of a segment end before the file does, and why.
+pub(crate) type TornEnd = (u64, &'static str);
+
 /// All whole blocks from `offset` on, and where and why they end before the file does, None at a clean end.
 pub(crate) fn scan(
     file: &File,
     path: &Path,
     offset: u64,
-) -> Result<(Vec<Block>, Option<(u64, &'static str)>), StatesError> {
+) -> Result<(Vec<Block>, Option<TornEnd>), StatesError> {
     let failed = |error| StatesError::io("cannot read", path, error);
     let length = file.metadata().map_err(failed)?.len();
     let mut blocks = Vec::new();
