@@ -5,11 +5,19 @@ use super::Real;
 /// Partial sums of a reduction. Floating-point sums may not be reordered by the compiler, so the order is ours.
 const LANES: usize = 32;
 
-/// Runs the loops inside `work` with the widest vector unit of this machine.
-#[inline(always)]
-pub fn vectorised<R>(work: impl FnOnce() -> R) -> R {
-    pulp::Arch::new().dispatch(work)
+/// Runs the loops inside an expression with the widest vector unit of this machine.
+///
+/// A macro, since the closure must be inlined by force: the compiler does not do so by itself with a large one, and one
+/// that is called is compiled for the smallest vector unit of all.
+macro_rules! vectorised {
+    ($work:expr) => {
+        pulp::Arch::new().dispatch(
+            #[inline(always)]
+            || $work,
+        )
+    };
 }
+pub(crate) use vectorised;
 
 /// Sum of products. Both of one length.
 #[inline(always)]
@@ -101,11 +109,11 @@ mod tests {
             let left: Vec<f64> = (0..length).map(|i| (i as f64 * 0.37).sin()).collect();
             let right: Vec<f64> = (0..length).map(|i| (i as f64 * 0.11).cos()).collect();
             let wanted: f64 = left.iter().zip(&right).map(|(a, b)| a * b).sum();
-            assert!((vectorised(|| dot(&left, &right)) - wanted).abs() < 1e-12);
+            assert!((vectorised!(dot(&left, &right)) - wanted).abs() < 1e-12);
             let top = left.iter().copied().fold(f64::MIN, f64::max);
-            assert_eq!(vectorised(|| max(&left)), top);
+            assert_eq!(vectorised!(max(&left)), top);
             let mut powers = left.clone();
-            let sum = vectorised(|| exp_in_place(&mut powers, 2.0, 0.5));
+            let sum = vectorised!(exp_in_place(&mut powers, 2.0, 0.5));
             let wanted_sum: f64 = left.iter().map(|x| (2.0 * x - 0.5).exp()).sum();
             assert!((sum - wanted_sum).abs() < 1e-10);
         }

@@ -15,7 +15,8 @@ mod real;
 mod rope;
 mod rows;
 
-pub use lanes::{add_scaled, dot, exp_in_place, max, vectorised};
+pub(crate) use lanes::vectorised;
+pub use lanes::{add_scaled, dot, exp_in_place, max};
 pub use product::{Threads, View, product, product_ab, product_abt, product_atb, product_operations};
 pub use real::Real;
 pub use rope::{RopeError, RopeTable};

@@ -30,7 +30,7 @@ pub fn rms_norm<T: Real>(
         .zip(scale.par_iter_mut())
         .with_min_len(MIN_ROWS)
         .for_each(|((target, source), scale)| {
-            vectorised(|| {
+            vectorised!({
                 let (target, source) = (&mut target[..width], &source[..width]);
                 let inverse = T::ONE / (dot(source, source) * per_width + epsilon).sqrt();
                 for i in 0..width {
@@ -58,7 +58,7 @@ pub fn rms_norm_backward<T: Real>(
         .zip(scale.par_iter())
         .with_min_len(MIN_ROWS)
         .for_each(|(((target, source), gradient), scale)| {
-            vectorised(|| {
+            vectorised!({
                 let (target, source, gradient) = (&mut target[..width], &source[..width], &gradient[..width]);
                 const LANES: usize = 32;
                 let mut sums = [T::ZERO; LANES];
@@ -92,7 +92,7 @@ pub fn rms_norm_weight_gradient<T: Real>(
     weight_gradient: &mut [T],
 ) {
     weight_gradient.par_chunks_mut(COLUMNS).enumerate().for_each(|(block, target)| {
-        vectorised(|| {
+        vectorised!({
             let width = target.len();
             for (row, scale) in scale.iter().enumerate() {
                 let source = &input[row * input_stride + block * COLUMNS..][..width];
@@ -109,7 +109,7 @@ pub fn rms_norm_weight_gradient<T: Real>(
 pub fn silu_mul<T: Real>(gate: &[T], up: &[T], output: &mut [T]) {
     output.par_chunks_mut(BLOCK).zip(gate.par_chunks(BLOCK)).zip(up.par_chunks(BLOCK)).for_each(
         |((target, gate), up)| {
-            vectorised(|| {
+            vectorised!({
                 for i in 0..target.len() {
                     target[i] = gate[i] / (T::ONE + (-gate[i]).exp()) * up[i];
                 }
@@ -122,7 +122,7 @@ pub fn silu_mul<T: Real>(gate: &[T], up: &[T], output: &mut [T]) {
 pub fn silu_mul_backward<T: Real>(gate: &mut [T], up: &mut [T], output_gradient: &[T]) {
     gate.par_chunks_mut(BLOCK).zip(up.par_chunks_mut(BLOCK)).zip(output_gradient.par_chunks(BLOCK)).for_each(
         |((gate, up), gradient)| {
-            vectorised(|| {
+            vectorised!({
                 for i in 0..gate.len() {
                     let sigmoid = T::ONE / (T::ONE + (-gate[i]).exp());
                     let silu = gate[i] * sigmoid;
@@ -137,7 +137,7 @@ pub fn silu_mul_backward<T: Real>(gate: &mut [T], up: &mut [T], output_gradient:
 /// target += values
 pub fn add<T: Real>(target: &mut [T], values: &[T]) {
     target.par_chunks_mut(BLOCK).zip(values.par_chunks(BLOCK)).for_each(|(target, values)| {
-        vectorised(|| {
+        vectorised!({
             for (a, b) in target.iter_mut().zip(values) {
                 *a += *b;
             }

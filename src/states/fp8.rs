@@ -73,45 +73,36 @@ pub(crate) fn encode(dtype: StateDtype, states: &[u8], hidden: usize, encoded: &
     encoded.resize(start + states.len() / source_bytes * target_bytes, 0);
     let mut values = vec![0.0; hidden];
     let mut block_maxima = vec![0.0; hidden.div_ceil(BLOCK)];
-    // Inlined by force: the compiler does not do so by itself with a closure of this size, and one that is called is
-    // compiled for the smallest vector unit, at a quarter of the speed.
-    vectorised(
-        #[inline(always)]
-        || {
-            let targets = encoded[start..].chunks_exact_mut(target_bytes);
-            for (source, target) in states.chunks_exact(source_bytes).zip(targets) {
-                match dtype {
-                    StateDtype::F32 => {
-                        for (value, bytes) in values.iter_mut().zip(source.as_chunks::<4>().0) {
-                            *value = f32::from_le_bytes(*bytes).clamp(-LARGEST, LARGEST);
-                        }
+    vectorised!({
+        let targets = encoded[start..].chunks_exact_mut(target_bytes);
+        for (source, target) in states.chunks_exact(source_bytes).zip(targets) {
+            match dtype {
+                StateDtype::F32 => {
+                    for (value, bytes) in values.iter_mut().zip(source.as_chunks::<4>().0) {
+                        *value = f32::from_le_bytes(*bytes).clamp(-LARGEST, LARGEST);
                     }
-                    StateDtype::Bf16 => {
-                        for (value, bytes) in values.iter_mut().zip(source.as_chunks::<2>().0) {
-                            let bits = u32::from(u16::from_le_bytes(*bytes)) << 16;
-                            *value = f32::from_bits(bits).clamp(-LARGEST, LARGEST);
-                        }
-                    }
-                    StateDtype::Fp8 => return,
                 }
-                encode_vector(&mut values, &mut block_maxima, target);
+                StateDtype::Bf16 => {
+                    for (value, bytes) in values.iter_mut().zip(source.as_chunks::<2>().0) {
+                        let bits = u32::from(u16::from_le_bytes(*bytes)) << 16;
+                        *value = f32::from_bits(bits).clamp(-LARGEST, LARGEST);
+                    }
+                }
+                StateDtype::Fp8 => return,
             }
-        },
-    );
+            encode_vector(&mut values, &mut block_maxima, target);
+        }
+    });
 }
 
 /// Writes as many vectors as both slices hold; none for a hidden size that [`vector_bytes`] refuses.
 pub(crate) fn decode_f32(encoded: &[u8], hidden: usize, decoded: &mut [f32]) {
     let Some(source_bytes) = vector_bytes(hidden) else { return };
-    // Inlined by force, as above.
-    vectorised(
-        #[inline(always)]
-        || {
-            for (source, target) in encoded.chunks_exact(source_bytes).zip(decoded.chunks_exact_mut(hidden)) {
-                decode_vector(source, target);
-            }
-        },
-    );
+    vectorised!({
+        for (source, target) in encoded.chunks_exact(source_bytes).zip(decoded.chunks_exact_mut(hidden)) {
+            decode_vector(source, target);
+        }
+    });
 }
 
 fn outliers(hidden: usize) -> usize {

@@ -24,18 +24,8 @@ pub(crate) fn decode(dtype: StateDtype, stored: &[u8], hidden: usize, decoded: &
 /// Whether no value that vLLM gave is infinite or no number.
 pub(crate) fn all_finite(dtype: StateDtype, stored: &[u8]) -> bool {
     match dtype {
-        StateDtype::F32 => stored.chunks(CHUNK).all(|chunk| {
-            vectorised(
-                #[inline(always)]
-                || f32_finite(chunk),
-            )
-        }),
-        StateDtype::Bf16 => stored.chunks(CHUNK).all(|chunk| {
-            vectorised(
-                #[inline(always)]
-                || bf16_finite(chunk),
-            )
-        }),
+        StateDtype::F32 => stored.chunks(CHUNK).all(|chunk| vectorised!(f32_finite(chunk))),
+        StateDtype::Bf16 => stored.chunks(CHUNK).all(|chunk| vectorised!(bf16_finite(chunk))),
         // Made here, of finite values.
         StateDtype::Fp8 => true,
     }

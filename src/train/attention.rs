@@ -119,7 +119,7 @@ pub(super) fn to_heads<T: Real>(
         let (start, count, first) = rows.of(&spans[i / heads]);
         let head = i % heads;
         let piece = &mut piece[slot * count * size..(slot + 1) * count * size];
-        vectorised(|| {
+        vectorised!({
             for row in 0..count {
                 let from = &source[((start + row) * heads + head) * size..][..size];
                 let to = &mut piece[row * size..(row + 1) * size];
@@ -151,7 +151,7 @@ pub(super) fn from_heads<T: Real>(
             .enumerate()
             .with_min_len(16)
             .for_each(|(row, to)| {
-                vectorised(|| {
+                vectorised!({
                     for head in 0..heads {
                         let from = &piece[((head * slots + slot) * count + row) * size..][..size];
                         let to = &mut to[head * size..(head + 1) * size];
@@ -248,7 +248,7 @@ pub(super) fn forward<T: Real>(
                         false,
                         Threads::One,
                     );
-                    vectorised(|| {
+                    vectorised!({
                         for row in 0..count {
                             let visible = first_row + start + row + 1;
                             let (row_scores, hidden) =
@@ -270,7 +270,7 @@ pub(super) fn forward<T: Real>(
                     });
                     let left = View::new(scores, count, limit);
                     product(output, size, left, View::new(values, limit, size), false, Threads::One);
-                    vectorised(|| {
+                    vectorised!({
                         for row in 0..count {
                             for slot in 0..step {
                                 let from = piece.own + (slot * chains + start + row) * size;
@@ -338,7 +338,7 @@ pub(super) fn backward<T: Real>(
                     let value_view = View::new(values, limit, size);
                     product(weights, limit, query_view, key_view.transposed(), false, Threads::One);
                     product(slopes, limit, gradient_view, value_view.transposed(), false, Threads::One);
-                    vectorised(|| {
+                    vectorised!({
                         for row in 0..count {
                             let visible = first_row + start + row + 1;
                             let weights = &mut weights[row * limit..(row + 1) * limit];
@@ -376,7 +376,7 @@ pub(super) fn backward<T: Real>(
                     );
                     product(key_gradient, size, slope_view.transposed(), query_view, true, Threads::One);
                     product(query_gradient, size, slope_view, key_view, false, Threads::One);
-                    vectorised(|| {
+                    vectorised!({
                         for row in 0..count {
                             for slot in 0..step {
                                 let from = piece.own + (slot * chains + start + row) * size;

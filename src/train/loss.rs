@@ -90,7 +90,7 @@ pub(super) fn compute<T: Real>(
             .par_chunks_mut(vocabulary)
             .zip(buffers.target_scale.par_iter_mut())
             .zip(buffers.target_entropy.par_iter_mut())
-            .for_each(|((row, scale), entropy)| vectorised(|| (*scale, *entropy) = softmax_of_target(row)));
+            .for_each(|((row, scale), entropy)| vectorised!((*scale, *entropy) = softmax_of_target(row)));
         for step in 0..steps {
             // Chains whose target at this step lies in the chunk; some may be of the document before: they weigh nothing.
             let first = start.saturating_sub(step);
@@ -120,7 +120,7 @@ pub(super) fn compute<T: Real>(
                     }
                     let local = chain + step - start;
                     let powers = &targets[local * vocabulary..(local + 1) * vocabulary];
-                    vectorised(|| {
+                    vectorised!({
                         let top = max(row);
                         *best = row.iter().position(|value| *value == top).unwrap_or(0) as u32;
                         let product = dot(powers, row) * scales[local];

@@ -73,7 +73,7 @@ impl AdamW {
                 .zip(first.par_chunks_mut(BLOCK))
                 .zip(second.par_chunks_mut(BLOCK))
                 .for_each(|(((weight, gradient), first), second)| {
-                    vectorised(|| {
+                    vectorised!({
                         let length = weight.len();
                         let (gradient, first, second) =
                             (&gradient[..length], &mut first[..length], &mut second[..length]);
@@ -100,7 +100,7 @@ pub fn clip_gradients(gradients: &mut HeadTensors<f32>, limit: f64) -> f64 {
         let parts: Vec<f64> = values
             .par_chunks(BLOCK)
             .map(|block| {
-                block.chunks(1024).map(|part| f64::from(vectorised(|| crate::compute::dot(part, part)))).sum()
+                block.chunks(1024).map(|part| f64::from(vectorised!(crate::compute::dot(part, part)))).sum()
             })
             .collect();
         sum += parts.iter().sum::<f64>();
