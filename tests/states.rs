@@ -214,32 +214,72 @@ fn an_end_cut_at_any_byte_costs_the_last_sample_alone() {
 fn any_flipped_bit_is_seen_and_costs_no_other_sample() {
     let directory = tempfile::tempdir().unwrap();
     let (segment_end, index_end) = two_samples(directory.path());
-    for (path, end) in
-        [(segments(directory.path()).remove(0), segment_end), (index(directory.path()), index_end)]
-    {
-        let whole = fs::read(&path).unwrap();
-        for position in end as usize..whole.len() {
-            for bit in [0, 7] {
-                let mut damaged = whole.clone();
-                damaged[position] ^= 1 << bit;
-                fs::write(&path, &damaged).unwrap();
-                let what = format!("{}: byte {position} bit {bit}", path.display());
+    let whole: Vec<(PathBuf, Vec<u8>)> =
+        files(directory.path()).into_iter().map(|path| (path.clone(), fs::read(path).unwrap())).collect();
+    let put_back = || {
+        for file in segments(directory.path()) {
+            fs::remove_file(file).unwrap();
+        }
+        for (path, bytes) in &whole {
+            fs::write(path, bytes).unwrap();
+        }
+    };
+    for ((path, bytes), end) in whole.iter().zip([segment_end, index_end]) {
+        // The header of the file itself is left out: without it the file is not known to be ours.
+        for position in 16..bytes.len() {
+            let bit = [0, 7][position % 2];
+            let mut damaged = bytes.clone();
+            damaged[position] ^= 1 << bit;
+            fs::write(path, &damaged).unwrap();
+            let what = format!("{}: byte {position} bit {bit}", path.display());
+            let good = if position < end as usize { "b" } else { "a" };
+            let reader = Reader::open(directory.path()).unwrap();
+            let readable: Vec<String> = (0..reader.index().len())
+                .filter_map(|index| reader.load(index).ok())
+                .map(|sample| {
+                    assert_eq!(sample.states, floats(3), "{what}");
+                    sample.header.request_id
+                })
+                .collect();
+            assert_eq!(readable, [good], "{what}");
+            assert!(!reader.verify().unwrap().damaged.is_empty(), "{what}");
+            if position % 16 == 0 {
+                let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+                assert!(store.contains(good, 0), "{what}: a writer that starts keeps it");
+                store.compact().unwrap();
+                drop(store);
                 let reader = Reader::open(directory.path()).unwrap();
-                assert_eq!(reader.load(0).unwrap().states, floats(3), "{what}");
-                assert!(reader.load(1).is_err(), "{what}");
-                assert!(!reader.verify().unwrap().damaged.is_empty(), "{what}");
+                let kept = names(&reader).iter().position(|name| name == good).unwrap();
+                assert_eq!(reader.load(kept).unwrap().states, floats(3), "{what}");
+                put_back();
             }
         }
-        // Damage in the middle leaves later samples readable.
-        let mut damaged = whole.clone();
-        damaged[end as usize - 1] ^= 1;
-        fs::write(&path, &damaged).unwrap();
-        let reader = Reader::open(directory.path()).unwrap();
-        let last = reader.index().len() - 1;
-        assert_eq!(reader.load(last).unwrap().header.request_id, "b");
-        assert!(last == 0 || matches!(reader.load(0), Err(StatesError::Damaged { .. })));
-        fs::write(&path, &whole).unwrap();
+        put_back();
     }
+}
+
+#[test]
+fn forgetting_that_failed_is_done_by_the_next_one() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    append(&mut store, "a", 4, false).unwrap();
+    append(&mut store, "b", 4, false).unwrap();
+    // A directory stands where the new index would be written.
+    let in_the_way = directory.path().join(format!(".samples.index.{}.tmp", std::process::id()));
+    fs::create_dir(&in_the_way).unwrap();
+    assert!(matches!(store.forget(|request_id| request_id == "a"), Err(StatesError::Io { .. })));
+    fs::remove_dir(&in_the_way).unwrap();
+    assert_eq!(
+        store.forget(|request_id| request_id == "a").unwrap(),
+        0,
+        "it is gone from the tables already"
+    );
+    let raw: Vec<u8> = files(directory.path()).iter().flat_map(|path| fs::read(path).unwrap()).collect();
+    assert!(!raw.windows(17).any(|window| window == b"conversation of a"));
+    append(&mut store, "c", 4, false).unwrap();
+    drop(store);
+    let store = StateStore::open(directory.path(), StoreOptions::default()).unwrap();
+    assert!(store.contains("b", 0) && store.contains("c", 0) && !store.contains("a", 0));
 }
 
 /// Turn after turn of one conversation: the tokens of each begin with those of the one before.
@@ -278,7 +318,7 @@ fn what_requests_have_in_common_is_stored_once() {
     assert_eq!((stats.tokens, stats.whole_bytes), (440, 440 * row_bytes));
     assert!(stats.bytes < 2 * 162 * row_bytes + 4 * 1500, "{stats:?}");
     // Nothing of this is lost with the first ones.
-    store.forget(|header| header.request_id == "1" || header.request_id == "2").unwrap();
+    store.forget(|request_id| request_id == "1" || request_id == "2").unwrap();
     let reader = Reader::open(directory.path()).unwrap();
     assert_eq!(reader.load(0).unwrap().states, floats(150));
     store.forget(|_| true).unwrap();
@@ -342,7 +382,7 @@ fn a_crash_while_a_segment_is_emptied_leaves_each_block_once() {
     append(&mut store, "b", 20, false).unwrap();
     let old = segments(directory.path()).remove(0);
     let old_bytes = fs::read(&old).unwrap();
-    store.forget(|header| header.request_id == "a").unwrap();
+    store.forget(|request_id| request_id == "a").unwrap();
     drop(store);
     // The copy was made, and the old segment not yet deleted.
     assert!(!old.exists());
@@ -467,7 +507,7 @@ fn forgetting_leaves_nothing_on_the_disk() {
         append(&mut store, name, 4, false).unwrap();
     }
     let mut reader = Reader::open(directory.path()).unwrap();
-    assert_eq!(store.forget(|header| header.request_id == "b").unwrap(), 1);
+    assert_eq!(store.forget(|request_id| request_id == "b").unwrap(), 1);
     assert!(!store.contains("b", 0));
     reader.refresh().unwrap();
     assert_eq!(names(&reader), ["a", "c"]);
@@ -982,7 +1022,7 @@ proptest! {
                 }
                 Step::Forget(remainder) => {
                     let forgotten = |name: &str| name.parse::<usize>().unwrap() % 3 == remainder;
-                    store.forget(|header| forgotten(&header.request_id)).unwrap();
+                    store.forget(forgotten).unwrap();
                     put.retain(|name, _| !forgotten(name));
                 }
                 Step::Compact => {

@@ -116,6 +116,11 @@ async fn compare_all(
         let sample = match entry.load() {
             Ok(sample) => sample,
             Err(StatesError::Evicted { .. }) => continue,
+            Err(error @ StatesError::Damaged { .. }) => {
+                tracing::warn!("{error}");
+                *report.failed.entry("damaged").or_default() += 1;
+                continue;
+            }
             Err(error) => return Err(error.into()),
         };
         let asked = StockSample {
@@ -150,6 +155,11 @@ fn compare(sample: &Sample, file: &TransferFile, report: &mut CheckReport) {
     let computed = file.decoded();
     if computed.len() != sample.states.len() {
         *report.failed.entry("shape").or_default() += 1;
+        return;
+    }
+    // An error of no number would pass for none.
+    if !computed.iter().all(|value| value.is_finite()) {
+        *report.failed.entry("not_finite").or_default() += 1;
         return;
     }
     let limit = limit(header.dtype);

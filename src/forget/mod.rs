@@ -81,7 +81,7 @@ pub async fn forget_anywhere(config: &Config, selection: Selection) -> anyhow::R
     let done = tokio::task::spawn_blocking(move || {
         let in_store = |requests: HashSet<String>| {
             let mut store = StateStore::open(&data.states(), options)?;
-            store.forget(|header| requests.contains(&header.request_id))
+            store.forget(|request_id| requests.contains(request_id))
         };
         let report = forget(&data, &recorder, in_store, &selection);
         recorder.shutdown()?;

@@ -141,6 +141,10 @@ impl SampleSource for Samples {
         let sample = match entry.load() {
             Ok(sample) => sample,
             Err(StatesError::Evicted { .. }) => return Ok(None),
+            Err(error @ StatesError::Damaged { .. }) => {
+                tracing::warn!("{error}");
+                return Ok(None);
+            }
             Err(error) => return Err(error.into()),
         };
         debug_assert_eq!(sample.states.len(), sample.header.rows * LAYERS * self.hidden);

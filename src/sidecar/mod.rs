@@ -510,7 +510,7 @@ impl Controlled for Parts {
                 let states = |requests: HashSet<String>| match forgetter {
                     Some(forgetter) => forgetter.forget(requests),
                     None => StateStore::open(&data.states(), options)?
-                        .forget(|header| requests.contains(&header.request_id)),
+                        .forget(|request_id| requests.contains(request_id)),
                 };
                 let report = crate::forget::forget(&data, &recorder, states, &selection)?;
                 Ok(serde_json::to_value(report)?)

@@ -270,7 +270,13 @@ impl Worker {
                 Ok(Message::Event(event)) => self.event(event),
                 Ok(Message::Request(summary)) => self.request(*summary),
                 Ok(Message::Forget(request_ids, reply)) => {
-                    let outcome = self.store.forget(|header| request_ids.contains(&header.request_id));
+                    // A file of one that still waits would be stored after all.
+                    for request_id in &request_ids {
+                        if let Some(waiting) = self.requests.get_mut(request_id) {
+                            waiting.summary.choices.clear();
+                        }
+                    }
+                    let outcome = self.store.forget(|request_id| request_ids.contains(request_id));
                     // Whoever asked may have gone.
                     let _ = reply.send(outcome);
                 }
@@ -489,10 +495,11 @@ impl Worker {
 
     /// Switches the source off, loudly, where it gives nothing but wrong files.
     fn watch_for_faults(&mut self, status: OutcomeStatus) {
-        if status == OutcomeStatus::Stored {
-            self.faults_in_a_row = 0;
-        }
         if !status.is_fault_of_the_source() {
+            // Ids that do not match the text say nothing either way.
+            if status != OutcomeStatus::Text {
+                self.faults_in_a_row = 0;
+            }
             return;
         }
         self.faults_in_a_row += 1;

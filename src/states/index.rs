@@ -162,6 +162,13 @@ fn decode(frame: &[u8], offset: u64) -> Result<IndexedSample, String> {
     let (json, payload) = frame[FRAME_PREFIX..].split_at(header_length);
     let header: SampleHeader = serde_json::from_slice(json)
         .map_err(|error| format!("the sample's header is not understood: {error}"))?;
+    let values = header.layers.checked_mul(header.hidden).and_then(|width| width.checked_mul(header.rows));
+    if values.is_none() || header.row_bytes().and_then(|bytes| bytes.checked_mul(header.rows)).is_none() {
+        return Err(format!(
+            "{} rows of {} layers of {} are too many",
+            header.rows, header.layers, header.hidden
+        ));
+    }
     let blocks = block_count(header.rows);
     let ids_bytes = header.rows.checked_add(1).and_then(|ids| ids.checked_mul(4));
     let expected = ids_bytes.and_then(|bytes| bytes.checked_add(blocks.checked_mul(KEY_BYTES)?));
@@ -202,37 +209,58 @@ pub(crate) fn scan(file: &File, path: &Path, offset: u64) -> Result<Scanned, Sta
     }
     let mut position = 0;
     while position < bytes.len() {
-        let rest = &bytes[position..];
-        if rest.len() < FRAME_PREFIX {
-            scanned.torn = Some("the file ends inside a sample".to_owned());
-            break;
-        }
-        let (header_length, payload_length) = (u32_at(rest, 4), u32_at(rest, 8));
-        if &rest[..4] != FRAME_MAGIC || header_length > MAX_HEADER {
-            scanned.torn = Some("no sample begins here".to_owned());
-            break;
-        }
-        let frame_length = FRAME_PREFIX + header_length as usize + payload_length as usize;
-        let Some(frame) = rest.get(..frame_length) else {
-            scanned.torn = Some("the file ends inside a sample".to_owned());
-            break;
-        };
         let at = offset + position as u64;
-        if frame_crc(frame) == u32_at(frame, 12) {
-            match decode(frame, at) {
-                Ok(sample) => scanned.samples.push(sample),
-                Err(reason) => scanned.damaged.push((at, reason)),
+        match frame_at(&bytes[position..]) {
+            Ok(frame) => {
+                match decode(frame, at) {
+                    Ok(sample) => scanned.samples.push(sample),
+                    Err(reason) => scanned.damaged.push((at, reason)),
+                }
+                position += frame.len();
             }
-        } else if rest.len() == frame_length {
-            scanned.torn = Some("the sample does not match its checksum".to_owned());
-            break;
-        } else {
-            scanned.damaged.push((at, "the sample does not match its checksum".to_owned()));
+            // Lengths in what is damaged cannot be trusted: the next good sample is looked for.
+            Err(reason) => match next_frame(&bytes, position + 1) {
+                Some(next) => {
+                    scanned.damaged.push((at, reason.to_owned()));
+                    position = next;
+                }
+                None => {
+                    scanned.torn = Some(reason.to_owned());
+                    break;
+                }
+            },
         }
-        position += frame_length;
         scanned.end = offset + position as u64;
     }
     Ok(scanned)
+}
+
+/// The whole frame that begins here, or why there is none.
+fn frame_at(bytes: &[u8]) -> Result<&[u8], &'static str> {
+    if bytes.len() < FRAME_PREFIX {
+        return Err("the file ends inside a sample");
+    }
+    let (header_length, payload_length) = (u32_at(bytes, 4), u32_at(bytes, 8));
+    if &bytes[..4] != FRAME_MAGIC || header_length > MAX_HEADER {
+        return Err("no sample begins here");
+    }
+    let length = FRAME_PREFIX + header_length as usize + payload_length as usize;
+    let frame = bytes.get(..length).ok_or("the file ends inside a sample")?;
+    if frame_crc(frame) != u32_at(frame, 12) {
+        return Err("the sample does not match its checksum");
+    }
+    Ok(frame)
+}
+
+/// Where the next whole frame begins.
+fn next_frame(bytes: &[u8], from: usize) -> Option<usize> {
+    let mut found = memchr::memmem::find_iter(bytes.get(from..)?, FRAME_MAGIC);
+    found.find(|place| frame_at(&bytes[from + place..]).is_ok()).map(|place| from + place)
+}
+
+/// Whether these bytes are one whole frame.
+pub(crate) fn is_whole(frame: &[u8]) -> bool {
+    frame_at(frame).is_ok_and(|found| found.len() == frame.len())
 }
 
 pub(crate) fn path_of(directory: &Path) -> PathBuf {

@@ -4,7 +4,7 @@
 //! under a reader's hands: its blocks are looked for again, and a sample whose blocks are nowhere was evicted. Segments are
 //! mapped, and let go as soon as they are seen to be deleted, or their room on the disk would not come free.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,11 +13,11 @@ use super::block::BlockKey;
 use super::frame::{Damage, FILE_HEADER, Generation, open_if_there, read_file_header};
 use super::index::{self, IndexedSample, SampleHeader};
 use super::segment::{self, Block};
-use super::{StatesError, values};
+use super::{StatesError, store, values};
 use crate::store::Map;
 
 /// How often blocks are looked for that the writer may be moving just then.
-const LOOKS: usize = 3;
+const LOOKS: usize = 2;
 
 /// One sample of the index.
 #[derive(Clone, Debug)]
@@ -122,13 +122,12 @@ impl Reader {
         let scanned = index::scan(&file, &path, index::EMPTY)?;
         let mut old = HashMap::new();
         for known in self.index.drain(..) {
-            old.insert((known.header.request_id.clone(), known.header.choice_index), known);
+            old.insert(name(&known.header), known);
         }
         let before = old.len();
         let mut kept = 0;
         for sample in scanned.samples {
-            let name = (sample.header.request_id.clone(), sample.header.choice_index);
-            match old.remove(&name) {
+            match old.remove(&name(&sample.header)) {
                 Some(known) if *known.keys == *sample.keys && known.header == sample.header => {
                     kept += 1;
                     self.index.push(known);
@@ -169,53 +168,56 @@ impl Reader {
         Ok(stats)
     }
 
-    /// Reads everything once and says what is damaged.
+    /// Reads everything once and says what is damaged. A writer may go on meanwhile.
     pub fn verify(&self) -> Result<VerifyReport, StatesError> {
         let mut report = VerifyReport::default();
-        let mut good = HashMap::new();
-        for (_, path) in segment::list(&self.directory)? {
-            let Some(file) = open_if_there(&path)? else { continue };
-            report.segments += 1;
-            let mut damage = |offset, reason: &str| {
-                report.damaged.push(Damage { path: path.clone(), offset, reason: reason.to_owned() });
-            };
-            match read_file_header(&file, &path, segment::MAGIC) {
-                Ok(Some(_)) => {}
-                Ok(None) => {
-                    damage(0, "the file ends inside its header");
-                    continue;
-                }
-                Err(error @ StatesError::Foreign { .. }) => {
-                    damage(0, &error.to_string());
-                    continue;
-                }
-                Err(error) => return Err(error),
+        let writing = store::is_locked(&self.directory)?;
+        // First what samples there are: later ones have blocks that may be missed.
+        let samples = self.verify_index(writing, &mut report)?;
+        let mut good = HashSet::new();
+        let mut seen = HashSet::new();
+        loop {
+            let listed = segment::list(&self.directory)?;
+            let youngest = listed.last().map(|(number, _)| *number);
+            let fresh: Vec<_> = listed.into_iter().filter(|(number, _)| seen.insert(*number)).collect();
+            // Blocks may have been moved to a segment that began meanwhile.
+            if fresh.is_empty() {
+                break;
             }
-            let (blocks, torn) = segment::scan(&file, &path, FILE_HEADER)?;
-            for block in blocks {
-                report.blocks += 1;
-                report.bytes += block.bytes();
-                if segment::read_payload(&file, &path, &block)?.is_some() {
-                    good.insert(block.key, block);
-                } else {
-                    damage(block.offset, "a block does not match its checksum");
-                }
-            }
-            if let Some((offset, reason)) = torn {
-                damage(offset, reason);
+            for (number, path) in fresh {
+                verify_segment(&path, writing && youngest == Some(number), &mut good, &mut report)?;
             }
         }
-        self.verify_index(&good, &mut report)?;
+        let path = index::path_of(&self.directory);
+        let still_there = match open_if_there(&path)? {
+            Some(file) => index::scan(&file, &path, index::EMPTY)?.samples,
+            None => Vec::new(),
+        };
+        let still_there: HashSet<_> = still_there.into_iter().map(|sample| name(&sample.header)).collect();
+        for sample in &samples {
+            let lost = sample.keys.iter().filter(|key| !good.contains(*key)).count();
+            if lost > 0 && still_there.contains(&name(&sample.header)) {
+                let header = &sample.header;
+                let reason = format!(
+                    "choice {} of request {} lacks {lost} of its {} blocks",
+                    header.choice_index,
+                    header.request_id,
+                    sample.keys.len()
+                );
+                report.damaged.push(Damage { path: path.clone(), offset: sample.offset, reason });
+            }
+        }
+        report.samples = samples.len();
         Ok(report)
     }
 
     fn verify_index(
         &self,
-        good: &HashMap<BlockKey, Block>,
+        writing: bool,
         report: &mut VerifyReport,
-    ) -> Result<(), StatesError> {
+    ) -> Result<Vec<IndexedSample>, StatesError> {
         let path = index::path_of(&self.directory);
-        let Some(file) = open_if_there(&path)? else { return Ok(()) };
+        let Some(file) = open_if_there(&path)? else { return Ok(Vec::new()) };
         let mut damage = |offset, reason: String| {
             report.damaged.push(Damage { path: path.clone(), offset, reason });
         };
@@ -223,11 +225,11 @@ impl Reader {
             Ok(Some(_)) => {}
             Ok(None) => {
                 damage(0, "the file ends inside its header".to_owned());
-                return Ok(());
+                return Ok(Vec::new());
             }
             Err(error @ StatesError::Foreign { .. }) => {
                 damage(0, error.to_string());
-                return Ok(());
+                return Ok(Vec::new());
             }
             Err(error) => return Err(error),
         }
@@ -235,27 +237,60 @@ impl Reader {
         for (offset, reason) in scanned.damaged {
             damage(offset, reason);
         }
-        if let Some(reason) = scanned.torn {
+        if let Some(reason) = scanned.torn.filter(|_| !writing) {
             damage(scanned.end, reason);
         }
-        for sample in &scanned.samples {
-            let lost = sample.keys.iter().filter(|key| !good.contains_key(key)).count();
-            if lost > 0 {
-                let header = &sample.header;
-                damage(
-                    sample.offset,
-                    format!(
-                        "choice {} of request {} lacks {lost} of its {} blocks",
-                        header.choice_index,
-                        header.request_id,
-                        sample.keys.len()
-                    ),
-                );
-            }
-        }
-        report.samples = scanned.samples.len();
-        Ok(())
+        Ok(scanned.samples)
     }
+}
+
+/// Adds the keys of a segment's good blocks. `growing`: its end may be being written.
+fn verify_segment(
+    path: &Path,
+    growing: bool,
+    good: &mut HashSet<BlockKey>,
+    report: &mut VerifyReport,
+) -> Result<(), StatesError> {
+    let Some(file) = open_if_there(path)? else { return Ok(()) };
+    report.segments += 1;
+    let mut damage = |offset, reason: &str| {
+        report.damaged.push(Damage { path: path.to_path_buf(), offset, reason: reason.to_owned() });
+    };
+    match read_file_header(&file, path, segment::MAGIC) {
+        Ok(Some(_)) => {}
+        Ok(None) => {
+            if !growing {
+                damage(0, "the file ends inside its header");
+            }
+            return Ok(());
+        }
+        Err(error @ StatesError::Foreign { .. }) => {
+            damage(0, &error.to_string());
+            return Ok(());
+        }
+        Err(error) => return Err(error),
+    }
+    let scanned = segment::scan(&file, path, FILE_HEADER)?;
+    for (offset, reason) in scanned.damaged {
+        damage(offset, reason);
+    }
+    for block in scanned.blocks {
+        report.blocks += 1;
+        report.bytes += block.bytes();
+        if segment::read_payload(&file, path, &block).is_some() {
+            good.insert(block.key);
+        } else {
+            damage(block.offset, "a block does not match its checksum");
+        }
+    }
+    if let Some((offset, reason)) = scanned.torn.filter(|_| !growing) {
+        damage(offset, reason);
+    }
+    Ok(())
+}
+
+fn name(header: &SampleHeader) -> (String, u32) {
+    (header.request_id.clone(), header.choice_index)
 }
 
 fn entry(sample: IndexedSample, blocks: &Arc<Blocks>) -> SampleEntry {
@@ -316,6 +351,8 @@ struct Blocks {
 struct Table {
     segments: HashMap<u64, Known>,
     places: HashMap<BlockKey, (u64, Block)>,
+    /// The segments that were there when all were last read from their beginning.
+    read_whole: Vec<u64>,
 }
 
 /// How far a segment was read.
@@ -353,17 +390,15 @@ impl Blocks {
     /// The places of these blocks, in their order.
     fn find(&self, keys: &[BlockKey]) -> Result<Vec<Place>, StatesError> {
         let mut table = self.table();
-        for look in 0..LOOKS {
+        for _ in 0..LOOKS {
             if let Some(places) = table.find(&self.directory, keys)? {
                 return Ok(places);
             }
-            // Appended or moved since the last look. Where that does not help, what is known of the segments may be of
-            // before a crash.
-            if look > 0 {
-                *table = Table::default();
-            }
+            // Appended or moved since the last look.
             table.refresh(&self.directory)?;
         }
+        // A block of a segment that a crash has cost may count in an older one again.
+        table.start_again_once(&self.directory)?;
         table
             .find(&self.directory, keys)?
             .ok_or_else(|| StatesError::Evicted { directory: self.directory.clone() })
@@ -395,11 +430,14 @@ impl Table {
     fn map(&mut self, directory: &Path, number: u64, end: u64) -> Result<Option<Arc<Mapped>>, StatesError> {
         let Some(known) = self.segments.get_mut(&number) else { return Ok(None) };
         let path = segment::path_of(directory, number);
-        // A map of a file that was cut would end the process.
-        let length = fs::metadata(&path).map_or(0, |metadata| metadata.len());
-        let mapped_length = known.mapped.as_ref().map_or(0, |mapped| mapped.map.len() as u64);
-        if length < end.max(mapped_length) {
+        let Ok(metadata) = fs::metadata(&path) else {
             self.forget(number);
+            return Ok(None);
+        };
+        // A map of a file that was cut would end the process.
+        let mapped_length = known.mapped.as_ref().map_or(0, |mapped| mapped.map.len() as u64);
+        if metadata.len() < end.max(mapped_length) {
+            self.start_again();
             return Ok(None);
         }
         if let Some(mapped) = &known.mapped
@@ -413,13 +451,27 @@ impl Table {
         };
         let map = Map::of(&file).map_err(|error| StatesError::io("cannot map", &path, error))?;
         if (map.len() as u64) < end {
-            // Cut by a writer that started again after a crash.
-            self.forget(number);
+            self.start_again();
             return Ok(None);
         }
         let mapped = Arc::new(Mapped { path, map });
         known.mapped = Some(Arc::clone(&mapped));
         Ok(Some(mapped))
+    }
+
+    /// Reads all segments from their beginning, once for each set of them.
+    fn start_again_once(&mut self, directory: &Path) -> Result<(), StatesError> {
+        let numbers: Vec<u64> = segment::list(directory)?.into_iter().map(|(number, _)| number).collect();
+        if self.read_whole == numbers {
+            return Ok(());
+        }
+        *self = Self { read_whole: numbers, ..Self::default() };
+        self.refresh(directory)
+    }
+
+    /// A segment was cut by a writer that started after a crash.
+    fn start_again(&mut self) {
+        *self = Self::default();
     }
 
     fn forget(&mut self, number: u64) {
@@ -443,6 +495,13 @@ impl Table {
         for number in gone {
             self.forget(number);
         }
+        let cut = |(number, path): &(u64, PathBuf)| {
+            let known = self.segments.get(number).map_or(0, |known| known.position);
+            fs::metadata(path).is_ok_and(|metadata| metadata.len() < known)
+        };
+        if listed.iter().any(cut) {
+            self.start_again();
+        }
         for (number, path) in listed {
             let Some(file) = open_if_there(&path)? else { continue };
             let known = self.segments.entry(number).or_default();
@@ -457,8 +516,7 @@ impl Table {
                     Err(error) => return Err(error),
                 }
             }
-            let (blocks, _) = segment::scan(&file, &path, known.position)?;
-            for block in blocks {
+            for block in segment::scan(&file, &path, known.position)?.blocks {
                 known.position = block.end();
                 known.keys.push(block.key);
                 // A dead copy in an older segment must not hide the live one.

@@ -69,57 +69,101 @@ impl Block {
     }
 }
 
-/// Where the blocks of a segment end before the file does, and why.
-pub(crate) type TornEnd = (u64, &'static str);
-
-/// All whole blocks from `offset` on, and where and why they end before the file does, None at a clean end.
-pub(crate) fn scan(
-    file: &File,
-    path: &Path,
-    offset: u64,
-) -> Result<(Vec<Block>, Option<TornEnd>), StatesError> {
-    let failed = |error| StatesError::io("cannot read", path, error);
-    let length = file.metadata().map_err(failed)?.len();
-    let mut blocks = Vec::new();
-    let mut position = offset;
-    while position < length {
-        let mut header = [0; BLOCK_HEADER as usize];
-        if !read_fully(file, &mut header, position).map_err(failed)? {
-            return Ok((blocks, Some((position, "the file ends inside a block's header"))));
-        }
-        if &header[..4] != BLOCK_MAGIC || crc32fast::hash(&header[..36]) != u32_at(&header, 36) {
-            return Ok((blocks, Some((position, "no block begins here"))));
-        }
-        let rows = u32_at(&header, 4);
-        let payload_length = u64_at(&header, 8);
-        if rows == 0 || rows as usize > BLOCK_ROWS || !payload_length.is_multiple_of(u64::from(rows)) {
-            return Ok((blocks, Some((position, "the block's length does not fit its rows"))));
-        }
-        let mut key = [0; KEY_BYTES];
-        key.copy_from_slice(&header[16..32]);
-        let block = Block {
-            key: BlockKey(key),
-            rows,
-            offset: position,
-            payload_length,
-            payload_crc: u32_at(&header, 32),
-        };
-        if length - position - BLOCK_HEADER < payload_length {
-            return Ok((blocks, Some((position, "the file ends inside a block"))));
-        }
-        position = block.end();
-        blocks.push(block);
-    }
-    Ok((blocks, None))
+/// What a scan of a segment found.
+#[derive(Debug, Default)]
+pub(crate) struct Scanned {
+    /// Whole, as far as their headers say.
+    pub blocks: Vec<Block>,
+    /// Places that are no block, and that others follow.
+    pub damaged: Vec<(u64, &'static str)>,
+    /// Where and why the blocks end before the file does: being written just now, torn by a crash, or damaged.
+    pub torn: Option<(u64, &'static str)>,
 }
 
-/// The payload of a block; None where it does not match its checksum.
-pub(crate) fn read_payload(file: &File, path: &Path, block: &Block) -> Result<Option<Vec<u8>>, StatesError> {
-    let Ok(length) = usize::try_from(block.payload_length) else { return Ok(None) };
-    let mut payload = vec![0; length];
-    let whole = read_fully(file, &mut payload, block.payload_offset())
-        .map_err(|error| StatesError::io("cannot read", path, error))?;
-    Ok((whole && crc32fast::hash(&payload) == block.payload_crc).then_some(payload))
+/// All blocks from `offset` on.
+pub(crate) fn scan(file: &File, path: &Path, offset: u64) -> Result<Scanned, StatesError> {
+    let failed = |error| StatesError::io("cannot read", path, error);
+    let length = file.metadata().map_err(failed)?.len();
+    let mut scanned = Scanned::default();
+    let mut position = offset;
+    while position < length {
+        match block_at(file, position, length).map_err(failed)? {
+            Ok(block) => {
+                position = block.end();
+                scanned.blocks.push(block);
+            }
+            Err(reason) => match next_block(file, position + 1, length).map_err(failed)? {
+                Some(next) => {
+                    scanned.damaged.push((position, reason));
+                    position = next;
+                }
+                None => {
+                    scanned.torn = Some((position, reason));
+                    break;
+                }
+            },
+        }
+    }
+    Ok(scanned)
+}
+
+/// The block that begins here, or why there is none.
+fn block_at(file: &File, position: u64, length: u64) -> io::Result<Result<Block, &'static str>> {
+    let mut header = [0; BLOCK_HEADER as usize];
+    if !read_fully(file, &mut header, position)? {
+        return Ok(Err("the file ends inside a block's header"));
+    }
+    if &header[..4] != BLOCK_MAGIC || crc32fast::hash(&header[..36]) != u32_at(&header, 36) {
+        return Ok(Err("no block begins here"));
+    }
+    let rows = u32_at(&header, 4);
+    let payload_length = u64_at(&header, 8);
+    if rows == 0 || rows as usize > BLOCK_ROWS || !payload_length.is_multiple_of(u64::from(rows)) {
+        return Ok(Err("the block's length does not fit its rows"));
+    }
+    if length - position - BLOCK_HEADER < payload_length {
+        return Ok(Err("the file ends inside a block"));
+    }
+    let mut key = [0; KEY_BYTES];
+    key.copy_from_slice(&header[16..32]);
+    let payload_crc = u32_at(&header, 32);
+    Ok(Ok(Block { key: BlockKey(key), rows, offset: position, payload_length, payload_crc }))
+}
+
+/// Where the next block begins.
+fn next_block(file: &File, from: u64, length: u64) -> io::Result<Option<u64>> {
+    let mut window = vec![0; 1 << 20];
+    let mut start = from;
+    while start < length {
+        let count = (length - start).min(window.len() as u64) as usize;
+        if !read_fully(file, &mut window[..count], start)? {
+            return Ok(None);
+        }
+        for place in memchr::memmem::find_iter(&window[..count], BLOCK_MAGIC) {
+            let position = start + place as u64;
+            if block_at(file, position, length)?.is_ok() {
+                return Ok(Some(position));
+            }
+        }
+        if count < window.len() {
+            break;
+        }
+        // Four bytes may lie across the end of the window.
+        start += (count - BLOCK_MAGIC.len() + 1) as u64;
+    }
+    Ok(None)
+}
+
+/// The payload of a block; None where it cannot be read or does not match its checksum: damaged either way.
+pub(crate) fn read_payload(file: &File, path: &Path, block: &Block) -> Option<Vec<u8>> {
+    let mut payload = vec![0; usize::try_from(block.payload_length).ok()?];
+    match read_fully(file, &mut payload, block.payload_offset()) {
+        Ok(whole) => (whole && crc32fast::hash(&payload) == block.payload_crc).then_some(payload),
+        Err(error) => {
+            tracing::warn!("cannot read {} at {}: {error}", path.display(), block.offset);
+            None
+        }
+    }
 }
 
 pub(crate) fn path_of(directory: &Path, number: u64) -> PathBuf {

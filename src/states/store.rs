@@ -4,8 +4,9 @@
 //! more is dead; the segment with the most dead bytes is emptied into the youngest one when room is needed. So no byte is
 //! written in place, and a reader in another process sees whole samples alone.
 //!
-//! What goes first: training samples, by age and by how badly their drafts fared. Age counts in stored bytes: a sample
-//! none of whose drafted tokens was accepted lives half a quota longer than one all of whose were. Held-out samples have a
+//! What goes first: training samples, by age and by how badly their drafts fared. Age counts in bytes of states that came
+//! since, shared or not: a sample none of whose drafted tokens was accepted lives half a quota of them longer than one all of
+//! whose were. Held-out samples have a
 //! quota of their own, and the oldest goes first.
 //!
 //! A crash of the process loses nothing that was appended; a power cut loses at most what was appended since the last
@@ -14,7 +15,7 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{IoSlice, Write};
+use std::io::{ErrorKind, IoSlice, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
@@ -128,7 +129,8 @@ pub struct StateStore {
     held_out_order: BTreeMap<(u64, u64), SampleName>,
     blocks: HashMap<BlockKey, Stored>,
     segments: BTreeMap<u64, Segment>,
-    /// Open for appending; it belongs to the last segment.
+    /// Open for appending; it belongs to the last segment. None after the start: what was cut off a segment may be known to
+    /// a reader, so nothing else may take its place.
     current: Option<File>,
     index: Index,
     /// Bytes of all samples that were ever appended, as far as this store remembers: its clock.
@@ -183,23 +185,28 @@ struct Index {
     live_bytes: u64,
 }
 
+impl Index {
+    /// Whether it has samples that are gone, or cannot be appended to.
+    fn is_stale(&self) -> bool {
+        self.file.is_none() || self.bytes != self.live_bytes
+    }
+}
+
 impl StateStore {
-    /// Opens (or makes) a store, takes the writer's lock, cuts torn ends off its files, and forgets samples that lack a
-    /// block.
+    /// Opens (or makes) a store, takes the writer's lock, cuts the torn end off the youngest segment, and forgets samples
+    /// that lack a block.
     pub fn open(directory: &Path, options: StoreOptions) -> Result<Self, StatesError> {
         fs::create_dir_all(directory).map_err(|error| StatesError::io("cannot make", directory, error))?;
         let lock = take_lock(directory)?;
+        remove_temporaries(directory)?;
         let mut segments = BTreeMap::new();
         let mut found = HashMap::new();
         let listed = segment::list(directory)?;
         let youngest = listed.last().map(|(number, _)| *number);
-        let mut youngest_is_whole = false;
         for (number, path) in listed {
-            let Some(Recovered { bytes, blocks, cut }) = recover_segment(&path, youngest == Some(number))?
-            else {
+            let Some(Recovered { bytes, blocks }) = recover_segment(&path, youngest == Some(number))? else {
                 continue;
             };
-            youngest_is_whole = !cut;
             segments.insert(number, Segment { path, bytes, live_bytes: 0 });
             // Where a crash came between the copy of a block and the end of the segment that it was copied from, the
             // younger copy counts.
@@ -247,10 +254,6 @@ impl StateStore {
                 directory = %directory.display(), samples = lost,
                 "samples of states are gone: their blocks were lost in a crash or damaged"
             );
-        }
-        // What was cut off may be known to a reader, so nothing else may take its place.
-        if youngest_is_whole {
-            store.reopen_segment()?;
         }
         if clean && lost == 0 {
             store.index.file = Some(open_to_append(&store.index.path)?);
@@ -369,23 +372,19 @@ impl StateStore {
         }
     }
 
-    /// Removes every sample for which `forget` says so, and all rows that no other sample has. Returns how many went.
+    /// Removes every sample of the requests for which `forget` says so, and all rows that no other sample has. Returns how many went.
     ///
     /// Rows of a prefix that other samples share stay, as theirs.
-    pub fn forget(&mut self, mut forget: impl FnMut(&SampleHeader) -> bool) -> Result<usize, StatesError> {
-        let mut gone = Vec::new();
-        for sample in self.read_index()? {
-            if forget(&sample.header) {
-                gone.push((sample.header.request_id, sample.header.choice_index));
-            }
-        }
+    pub fn forget(&mut self, mut forget: impl FnMut(&str) -> bool) -> Result<usize, StatesError> {
+        let mut gone: Vec<SampleName> = self.samples.keys().cloned().collect();
+        gone.retain(|(request_id, _)| forget(request_id));
         for name in &gone {
             self.drop_sample(name);
         }
-        if !gone.is_empty() {
+        // Also where nothing is forgotten now: an earlier call may have ended early.
+        if self.index.is_stale() {
             self.rewrite_index()?;
         }
-        // Also where nothing is forgotten now: an earlier call may have ended early.
         self.compact()?;
         Ok(gone.len())
     }
@@ -400,6 +399,7 @@ impl StateStore {
         while let Some(number) = with_dead(self) {
             self.empty_segment(number)?;
         }
+        self.sync_directory()?;
         self.publish_metrics();
         Ok(before.saturating_sub(self.bytes()))
     }
@@ -449,6 +449,11 @@ impl StateStore {
             }
             rest = &rest[written.len()..];
         }
+        // Making room reads blocks that it moves, and may find one that this sample shares damaged.
+        if let Some(lost) = referenced.iter().find(|key| !self.blocks.contains_key(key)) {
+            let reason = format!("block {lost:?}, which the sample shares, is damaged");
+            return Err(StatesError::Damaged { path: self.directory.clone(), offset: 0, reason });
+        }
         self.append_to_index(frame)
     }
 
@@ -487,11 +492,11 @@ impl StateStore {
         }
         if let Err(error) = write_all_slices(file, &mut slices) {
             let failure = StatesError::io("cannot append to", &segment.path, error);
-            // What was written must not stand before a later block. Where it cannot be cut off, readers stop there, so
-            // nothing more may go into this segment.
+            // What was written of it is no use to anyone. A reader may have seen it, so nothing else may take its place.
             if file.set_len(segment.bytes).is_err() {
-                self.current = None;
+                segment.bytes = file.metadata().map_or(segment.bytes, |metadata| metadata.len());
             }
+            self.current = None;
             return Err(failure);
         }
         segment.bytes = offset;
@@ -499,7 +504,7 @@ impl StateStore {
     }
 
     fn append_to_index(&mut self, frame: &[u8]) -> Result<(), StatesError> {
-        if self.index.file.is_none() {
+        if self.index.is_stale() {
             self.rewrite_index()?;
         }
         let index = &mut self.index;
@@ -622,7 +627,9 @@ impl StateStore {
             self.evicted_samples += evicted;
             metrics::counter!("draftsmith_states_evicted_samples_total").increment(evicted);
             tracing::info!(samples = evicted, "evicted states");
-            // Before any block goes, so that no reader learns of a sample without them.
+        }
+        // Before any block goes, so that no reader learns of a sample without them.
+        if self.index.is_stale() {
             self.rewrite_index()?;
         }
         // Emptying a segment takes as much room as it has live blocks, before it gives any.
@@ -661,10 +668,12 @@ impl StateStore {
             .map(|stored| stored.block)
             .collect();
         live.sort_by_key(|block| block.offset);
-        let source = File::open(&path).map_err(|error| StatesError::io("cannot open", &path, error))?;
+        // One that somebody deleted is damaged as a whole.
+        let source = open_if_there(&path)?;
         let mut damaged = HashSet::new();
         for block in live {
-            let Some(payload) = segment::read_payload(&source, &path, &block)? else {
+            let payload = source.as_ref().and_then(|source| segment::read_payload(source, &path, &block));
+            let Some(payload) = payload else {
                 damaged.insert(block.key);
                 continue;
             };
@@ -679,7 +688,11 @@ impl StateStore {
         }
         // The old copy goes only once the new one would survive a power cut.
         self.sync_segment()?;
-        fs::remove_file(&path).map_err(|error| StatesError::io("cannot delete", &path, error))?;
+        match fs::remove_file(&path) {
+            Ok(()) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(StatesError::io("cannot delete", &path, error)),
+        }
         self.segments.remove(&number);
         Ok(())
     }
@@ -708,6 +721,16 @@ impl StateStore {
         for name in &gone {
             self.drop_sample(name);
         }
+        // A sample that is just being stored may hold on to one.
+        for key in damaged {
+            let Some(stored) = self.blocks.remove(key) else { continue };
+            if let Some(holder) = self.segments.get_mut(&stored.segment) {
+                holder.live_bytes -= stored.block.bytes();
+            }
+            if stored.held_out_references > 0 {
+                self.held_out_bytes -= stored.block.bytes();
+            }
+        }
         self.rewrite_index()
     }
 
@@ -721,45 +744,55 @@ impl StateStore {
         }
         kept.sort();
         let mut bytes = file_header(index::MAGIC, Generation::new()).to_vec();
+        let mut places = Vec::with_capacity(kept.len());
+        let mut damaged = Vec::new();
         if !kept.is_empty() {
-            let source = File::open(&path).map_err(failed)?;
-            for (offset, length, name) in &kept {
+            // The very file that the offsets are of, whatever has its name now.
+            let opened = self.index.file.take();
+            let source = opened.map_or_else(|| File::open(&path), Ok).map_err(failed)?;
+            for (offset, length, name) in kept {
                 let start = bytes.len();
-                bytes.resize(start + *length as usize, 0);
-                if !read_fully(&source, &mut bytes[start..], *offset).map_err(failed)? {
-                    let reason = format!("the index ends before sample {} of request {}", name.1, name.0);
-                    return Err(StatesError::Damaged { path, offset: *offset, reason });
+                bytes.resize(start + length as usize, 0);
+                let whole = read_fully(&source, &mut bytes[start..], offset).map_err(failed)?;
+                if whole && index::is_whole(&bytes[start..]) {
+                    places.push((name, start as u64));
+                } else {
+                    bytes.truncate(start);
+                    damaged.push(name);
                 }
             }
+            self.index.file = Some(source);
         }
-        crate::store::publish(&path, &bytes).map_err(failed)?;
-        let mut position = index::EMPTY;
-        for (_, length, name) in kept {
-            if let Some(sample) = self.samples.get_mut(&name) {
-                sample.offset = position;
+        let temporary = crate::store::temporary_name(&path);
+        let written = write_index(&temporary, &bytes).and_then(|file| {
+            let directory = File::open(&self.directory)?;
+            fs::rename(&temporary, &path)?;
+            Ok((file, directory))
+        });
+        let (file, directory) = match written {
+            Ok(written) => written,
+            Err(error) => {
+                let _ = fs::remove_file(&temporary);
+                return Err(failed(error));
             }
-            position += length;
-        }
+        };
+        self.index.file = Some(file);
         self.index.bytes = bytes.len() as u64;
-        self.index.file = Some(open_to_append(&path)?);
-        Ok(())
-    }
-
-    fn read_index(&self) -> Result<Vec<IndexedSample>, StatesError> {
-        let path = &self.index.path;
-        let file = File::open(path).map_err(|error| StatesError::io("cannot open", path, error))?;
-        let mut samples = index::scan(&file, path, index::EMPTY)?.samples;
-        samples.retain(|sample| self.contains(&sample.header.request_id, sample.header.choice_index));
-        Ok(samples)
-    }
-
-    /// Goes on with the youngest segment where it has room.
-    fn reopen_segment(&mut self) -> Result<(), StatesError> {
-        let Some((_, youngest)) = self.segments.last_key_value() else { return Ok(()) };
-        if youngest.bytes < self.options.segment_limit() {
-            self.current = Some(open_to_append(&youngest.path)?);
+        for (name, offset) in places {
+            if let Some(sample) = self.samples.get_mut(&name) {
+                sample.offset = offset;
+            }
         }
-        Ok(())
+        if !damaged.is_empty() {
+            tracing::warn!(
+                samples = damaged.len(),
+                "damaged samples of states were found in the index and dropped"
+            );
+        }
+        for name in &damaged {
+            self.drop_sample(name);
+        }
+        directory.sync_all().map_err(failed)
     }
 
     fn start_segment(&mut self) -> Result<(), StatesError> {
@@ -769,11 +802,19 @@ impl StateStore {
         let mut file =
             OpenOptions::new().append(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
         self.next_segment += 1;
-        file.write_all(&file_header(segment::MAGIC, Generation::new())).map_err(failed)?;
-        File::open(&self.directory).and_then(|directory| directory.sync_all()).map_err(failed)?;
+        let made = file.write_all(&file_header(segment::MAGIC, Generation::new()));
+        if let Err(error) = made {
+            let _ = fs::remove_file(&path);
+            return Err(failed(error));
+        }
         self.segments.insert(number, Segment { path, bytes: segment::EMPTY, live_bytes: 0 });
         self.current = Some(file);
-        Ok(())
+        self.sync_directory()
+    }
+
+    fn sync_directory(&self) -> Result<(), StatesError> {
+        let synced = File::open(&self.directory).and_then(|directory| directory.sync_all());
+        synced.map_err(|error| StatesError::io("cannot sync", &self.directory, error))
     }
 
     fn sync_segment(&mut self) -> Result<(), StatesError> {
@@ -784,7 +825,7 @@ impl StateStore {
     }
 
     fn close_segment(&mut self) -> Result<(), StatesError> {
-        let synced = self.sync_segment();
+        let synced = self.sync();
         self.current = None;
         synced
     }
@@ -864,17 +905,55 @@ fn take_lock(directory: &Path) -> Result<File, StatesError> {
     }
 }
 
+/// Whether some process writes to the directory.
+pub(crate) fn is_locked(directory: &Path) -> Result<bool, StatesError> {
+    let path = directory.join(LOCK_NAME);
+    let Some(lock) = open_if_there(&path)? else { return Ok(false) };
+    match lock.try_lock_shared() {
+        Ok(()) => Ok(false),
+        Err(TryLockError::WouldBlock) => Ok(true),
+        Err(TryLockError::Error(error)) => Err(StatesError::io("cannot lock", &path, error)),
+    }
+}
+
+/// A new index under its temporary name.
+fn write_index(path: &Path, bytes: &[u8]) -> std::io::Result<File> {
+    let mut file = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path)?;
+    file.set_len(0)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    Ok(file)
+}
+
+/// What a writer that was killed left half-written.
+fn remove_temporaries(directory: &Path) -> Result<(), StatesError> {
+    let failed = |error| StatesError::io("cannot clean", directory, error);
+    for entry in fs::read_dir(directory).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let name = entry.file_name();
+        let name = name.as_encoded_bytes();
+        if name.starts_with(b".samples.index.") && name.ends_with(b".tmp") {
+            fs::remove_file(entry.path()).map_err(failed)?;
+        }
+    }
+    Ok(())
+}
+
 fn open_to_append(path: &Path) -> Result<File, StatesError> {
-    OpenOptions::new().append(true).open(path).map_err(|error| StatesError::io("cannot open", path, error))
+    OpenOptions::new()
+        .read(true)
+        .append(true)
+        .open(path)
+        .map_err(|error| StatesError::io("cannot open", path, error))
 }
 
 /// Writes all of it, however little the system takes at once.
 fn write_all_slices(file: &mut File, mut slices: &mut [IoSlice<'_>]) -> std::io::Result<()> {
     while !slices.is_empty() {
         match file.write_vectored(slices) {
-            Ok(0) => return Err(std::io::ErrorKind::WriteZero.into()),
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
             Ok(written) => IoSlice::advance_slices(&mut slices, written),
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
     }
@@ -885,11 +964,9 @@ fn write_all_slices(file: &mut File, mut slices: &mut [IoSlice<'_>]) -> std::io:
 struct Recovered {
     bytes: u64,
     blocks: Vec<Block>,
-    /// Its torn end was cut off.
-    cut: bool,
 }
 
-/// A segment of an earlier run, its torn end cut. None where it holds nothing (it is deleted)
+/// A segment of an earlier run; of the youngest the torn end is cut. None where it holds nothing (it is deleted)
 /// or is no segment at all (it is left alone, and said in the log).
 fn recover_segment(path: &Path, youngest: bool) -> Result<Option<Recovered>, StatesError> {
     let failed = |error| StatesError::io("cannot recover", path, error);
@@ -902,17 +979,22 @@ fn recover_segment(path: &Path, youngest: bool) -> Result<Option<Recovered>, Sta
         }
         Err(error) => return Err(error),
     };
-    let (mut blocks, torn) =
-        if whole { segment::scan(&file, path, FILE_HEADER)? } else { (Vec::new(), None) };
-    // After a power cut the last blocks can have their length but not their bytes.
-    while youngest && let Some(last) = blocks.last() {
-        if segment::read_payload(&file, path, last)?.is_some() {
-            break;
-        }
-        blocks.pop();
-    }
-    let end = blocks.last().map_or(segment::EMPTY, Block::end);
     let length = file.metadata().map_err(failed)?.len();
+    if !whole || length == segment::EMPTY {
+        fs::remove_file(path).map_err(failed)?;
+        return Ok(None);
+    }
+    let segment::Scanned { mut blocks, damaged, torn } = segment::scan(&file, path, FILE_HEADER)?;
+    for (offset, reason) in damaged {
+        tracing::warn!(segment = %path.display(), offset, reason, "a damaged place in a segment of states is passed over");
+    }
+    if !youngest {
+        // What is no block is dead, and goes when the segment is emptied.
+        return Ok(Some(Recovered { bytes: length, blocks }));
+    }
+    // After a power cut the last blocks can have their length but not their bytes.
+    blocks.retain(|block| segment::read_payload(&file, path, block).is_some());
+    let end = blocks.last().map_or(segment::EMPTY, Block::end);
     if end < length {
         let reason = torn.map_or("it does not match its checksum", |(_, reason)| reason);
         tracing::warn!(segment = %path.display(), from = end, to = length, reason, "cut the torn end of a segment of states");
@@ -923,7 +1005,7 @@ fn recover_segment(path: &Path, youngest: bool) -> Result<Option<Recovered>, Sta
         fs::remove_file(path).map_err(failed)?;
         return Ok(None);
     }
-    Ok(Some(Recovered { bytes: end, blocks, cut: end < length }))
+    Ok(Some(Recovered { bytes: end, blocks }))
 }
 
 /// The samples of the index of an earlier run, and whether the file can stay as it is.

@@ -15,8 +15,8 @@ impl Map {
     /// For files that only grow: what is mapped must never be cut off or written again. A disk that fails under it ends
     /// the process (SIGBUS), as does a file that is cut in spite of this; so only a trainer maps, never the proxy.
     pub fn of(file: &File) -> io::Result<Self> {
-        // SAFETY: the bytes are borrowed as shared. Writers append to segments and delete them, and cut off only what no
-        // whole frame has reached, so nothing that a reader looks at changes.
+        // SAFETY: the bytes are borrowed as shared. A writer appends to a segment and deletes it; what it cuts off, after a
+        // crash or a failed write, is no whole block, and readers look at those alone. So nothing that is read changes.
         unsafe { memmap2::Mmap::map(file) }.map(Self)
     }
 }

@@ -317,21 +317,30 @@ class DraftsmithConnector(KVConnectorBase_V1):
         model = self._vllm_config.model_config
         shape = [count - loan.first_row, len(self._layer_ids), model.get_hidden_size()]
         states = States(loan, DTYPE_NAMES[model.dtype], shape, finished.token_ids)
-        self._executor.submit(self._write, finished, states, head_digest, swapped)
+        try:
+            self._executor.submit(self._write, finished, states, head_digest, swapped)
+        except BaseException:
+            with self._lock:
+                self._pending_bytes -= loan.bytes
+            store.take_back(loan)  # or its rows could never be overwritten
+            raise
 
     def _look_at_resend(self) -> tuple[int, int] | None:
         """Changes when the file is replaced; None: there is none."""
         try:
             found = os.lstat(os.path.join(self._config.transfer_dir, RESEND))
-        except FileNotFoundError:
+        except OSError:
             return None
         return found.st_ino, found.st_mtime_ns
 
     def _reserve(self, request_id: str, size: int) -> bool:
         """Room on disk for a file of so many bytes."""
         directory = self._config.transfer_dir
-        space = os.statvfs(directory)
-        free = space.f_bavail * space.f_frsize
+        try:
+            space = os.statvfs(directory)
+            free = space.f_bavail * space.f_frsize
+        except OSError:  # the directory is being made anew, say
+            free = -1
         with self._lock:
             pending = self._pending_bytes
             fits = free >= size + pending + self._config.min_free_bytes
