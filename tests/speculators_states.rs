@@ -7,12 +7,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use common::report::report;
 use draftsmith::states::{Reader, StateDtype};
 use draftsmith::store::is_held_out;
 use half::bf16;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
-use serde_json::{Value, json};
+use serde_json::json;
+
+mod common {
+    pub mod report;
+}
 
 const HIDDEN: usize = 4;
 const LAYERS: usize = 4;
@@ -77,13 +82,6 @@ impl Site {
             .output()
             .unwrap()
     }
-}
-
-/// Exit code and report.
-fn report(output: &Output) -> (i32, Value) {
-    let report = serde_json::from_slice(&output.stdout)
-        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
-    (output.status.code().unwrap(), report)
 }
 
 #[test]

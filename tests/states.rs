@@ -55,6 +55,10 @@ fn bytes(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
 }
 
+fn bounds(segment_bytes: u64, quota_bytes: u64, held_out_quota_bytes: u64) -> StoreOptions {
+    StoreOptions { segment_bytes, quota_bytes, held_out_quota_bytes, ..StoreOptions::default() }
+}
+
 /// A sample that shares nothing with those of other requests.
 fn append(store: &mut StateStore, request_id: &str, rows: usize, held_out: bool) -> Result<(), StatesError> {
     let header = SampleHeader { prefix_salt: request_id.to_owned(), ..header(request_id, rows, held_out) };
@@ -349,12 +353,7 @@ fn a_missing_prefix_makes_a_sample_partial() {
 #[test]
 fn badly_accepted_samples_stay_longer() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions {
-        segment_bytes: 4_000,
-        quota_bytes: 64_000,
-        held_out_quota_bytes: 8_000,
-        ..StoreOptions::default()
-    };
+    let options = bounds(4_000, 64_000, 8_000);
     let mut store = StateStore::open(directory.path(), options).unwrap();
     for number in 0..200 {
         let mut header = header(&number.to_string(), 16, false);
@@ -399,12 +398,7 @@ fn a_crash_while_a_segment_is_emptied_leaves_each_block_once() {
 #[test]
 fn a_reader_follows_the_writer_and_meets_eviction() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions {
-        segment_bytes: 2_000,
-        quota_bytes: 16_000,
-        held_out_quota_bytes: 4_000,
-        ..StoreOptions::default()
-    };
+    let options = bounds(2_000, 16_000, 4_000);
     let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
     let mut reader = Reader::open(directory.path()).unwrap();
     assert!(reader.index().is_empty());
@@ -441,12 +435,7 @@ fn a_reader_follows_the_writer_and_meets_eviction() {
 #[test]
 fn held_out_samples_have_a_quota_of_their_own() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions {
-        segment_bytes: 1 << 20,
-        quota_bytes: 40_000,
-        held_out_quota_bytes: 8_000,
-        ..StoreOptions::default()
-    };
+    let options = bounds(1 << 20, 40_000, 8_000);
     let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
     append(&mut store, "train", 5, false).unwrap();
     for i in 0..60 {
@@ -462,12 +451,7 @@ fn held_out_samples_have_a_quota_of_their_own() {
 #[test]
 fn a_concurrent_reader_never_sees_a_broken_sample() {
     let directory = tempfile::tempdir().unwrap();
-    let options = StoreOptions {
-        segment_bytes: 20_000,
-        quota_bytes: 200_000,
-        held_out_quota_bytes: 20_000,
-        ..StoreOptions::default()
-    };
+    let options = bounds(20_000, 200_000, 20_000);
     let mut store = StateStore::open(directory.path(), options).unwrap();
     let path = directory.path().to_path_buf();
     let writer = std::thread::spawn(move || {
@@ -991,12 +975,7 @@ proptest! {
     #[test]
     fn the_store_behaves_like_a_map(steps in prop::collection::vec(step(), 1..60)) {
         let directory = tempfile::tempdir().unwrap();
-        let options = StoreOptions {
-            segment_bytes: 3_000,
-            quota_bytes: 40_000,
-            held_out_quota_bytes: 10_000,
-            ..StoreOptions::default()
-        };
+        let options = bounds(3_000, 40_000, 10_000);
         let mut store = StateStore::open(directory.path(), options.clone()).unwrap();
         let mut reader = Reader::open(directory.path()).unwrap();
         let mut put: HashMap<String, Vec<u32>> = HashMap::new();

@@ -7,6 +7,7 @@
 mod common {
     pub mod environment;
     pub mod ports;
+    pub mod report;
     pub mod sidecar;
     pub mod vllm;
 }
@@ -21,6 +22,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
+use common::report::report;
 use common::sidecar::Sidecar;
 use common::vllm::Vllm;
 use draftsmith::record::{Record, Recorder, RecorderOptions, Source, Split, Status, now_micros};
@@ -330,13 +332,6 @@ impl Site {
             .output()
             .unwrap()
     }
-}
-
-/// Exit code and report.
-fn report(output: &Output) -> (i32, Value) {
-    let report = serde_json::from_slice(&output.stdout)
-        .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&output.stderr)));
-    (output.status.code().unwrap(), report)
 }
 
 fn record(request_id: &str, prompt: &[i32], output: &[i32]) -> Record {

@@ -5,16 +5,15 @@
 
 use std::collections::BTreeMap;
 use std::pin::pin;
-use std::sync::Arc;
 
 use anyhow::ensure;
 use serde::Serialize;
 
+use super::FillFrom;
 use super::local::LocalSource;
 use super::sink::verifier_directory;
 use super::source::{SourceError, StateSource};
 use super::stock::StockServer;
-use super::{BackfillOptions, FillFrom};
 use crate::config::Config;
 use crate::states::{Reader, Sample, SampleEntry, StateDtype, StatesError, StockSample, TransferFile};
 use crate::store::{DataDir, is_drawn};
@@ -27,6 +26,18 @@ fn limit(dtype: StateDtype) -> f64 {
         StateDtype::F32 => 0.01,
         StateDtype::Bf16 | StateDtype::Fp8 => 0.25,
     }
+}
+
+/// What to compare, and with what.
+#[derive(Clone, Debug)]
+pub struct CheckOptions {
+    pub from: FillFrom,
+    /// Of the samples, so many are drawn.
+    pub share: f64,
+    /// Each one draws other samples.
+    pub seed: String,
+    /// At most so many samples.
+    pub limit: Option<usize>,
 }
 
 /// What the check saw.
@@ -67,14 +78,14 @@ impl CheckReport {
     }
 }
 
-/// Checks a share of the samples, drawn anew for each `seed`.
+/// Checks a share of the samples.
 pub async fn check(
     config: &Config,
-    options: &BackfillOptions,
-    share: f64,
-    seed: &str,
+    options: &CheckOptions,
     stop: impl Future<Output = ()>,
 ) -> anyhow::Result<CheckReport> {
+    let CheckOptions { from, share, seed, limit } = options;
+    let share = *share;
     ensure!(share > 0.0 && share <= 1.0, "--share is {share}; give more than 0 and at most 1");
     let reader = Reader::open(&DataDir::new(&config.data.directory).states())?;
     let mut drawn = Vec::new();
@@ -86,12 +97,12 @@ pub async fn check(
         }
         if header.missing_rows > 0 || !header.prefix_salt.is_empty() {
             report.not_comparable += 1;
-        } else if options.limit.is_none_or(|limit| drawn.len() < limit) {
+        } else if limit.is_none_or(|limit| drawn.len() < limit) {
             drawn.push(entry.clone());
         }
     }
     let Some(first) = drawn.first() else { return Ok(report) };
-    match &options.from {
+    match from {
         FillFrom::Vllm { address, transfer_directory, .. } => {
             let source = StockServer::connect(address, transfer_directory.clone()).await?;
             compare_all(drawn, source, report, stop).await
@@ -111,7 +122,6 @@ async fn compare_all(
 ) -> anyhow::Result<CheckReport> {
     let mut stop = pin!(stop);
     let bar = crate::replay::progress_bar(Some(drawn.len()));
-    let source = Arc::new(source);
     for entry in drawn {
         let sample = match entry.load() {
             Ok(sample) => sample,

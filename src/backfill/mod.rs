@@ -17,7 +17,7 @@ mod source;
 mod speculators;
 mod stock;
 
-pub use check::{CheckReport, WrongSample, check};
+pub use check::{CheckOptions, CheckReport, WrongSample, check};
 pub use import::{ImportOptions, import};
 
 use std::collections::BTreeMap;

@@ -5,11 +5,12 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use clap::{Args, Subcommand};
-
 use serde_json::json;
 
 use super::{ConfigFlags, PARTLY_DONE};
-use crate::backfill::{self, BackfillOptions, BackfillReport, CheckReport, FillFrom, ImportOptions};
+use crate::backfill::{
+    self, BackfillOptions, BackfillReport, CheckOptions, CheckReport, FillFrom, ImportOptions,
+};
 use crate::config::Config;
 use crate::states::{Reader, StateStore, StoreOptions};
 use crate::store::DataDir;
@@ -28,13 +29,8 @@ pub struct StatesCommand {
 enum Action {
     /// Compute the states of recorded answers again, on a second vLLM that runs without the plugin or in this process
     Backfill {
-        /// That vLLM's address (docs/operations.md says how to start it), or `local`: the weights in verifier.directory,
-        /// on this machine's CPU
-        #[arg(long, value_name = "URL|local")]
-        from: String,
-        /// That vLLM's shared_storage_path, as this machine sees it
-        #[arg(long, value_name = "DIR")]
-        transfer: Option<PathBuf>,
+        #[command(flatten)]
+        source: SourceFlags,
         /// That vLLM's eagle_aux_hidden_state_layer_ids; without it those of a day-0 head and the last layer
         #[arg(long, value_name = "IDS", value_delimiter = ',')]
         layers: Option<Vec<u32>>,
@@ -71,12 +67,8 @@ enum Action {
     },
     /// Compute some of the stored states again, elsewhere, and compare; exit 3 if any is not that of its tokens
     Check {
-        /// A second vLLM's address, or `local`: as for backfill
-        #[arg(long, value_name = "URL|local")]
-        from: String,
-        /// That vLLM's shared_storage_path, as this machine sees it
-        #[arg(long, value_name = "DIR")]
-        transfer: Option<PathBuf>,
+        #[command(flatten)]
+        source: SourceFlags,
         /// So many of the samples
         #[arg(long, default_value_t = 0.01)]
         share: f64,
@@ -118,11 +110,23 @@ enum Action {
     },
 }
 
+/// Who computes states again.
+#[derive(Debug, Args)]
+struct SourceFlags {
+    /// A second vLLM's address (docs/operations.md says how to start it), or `local`: the weights in verifier.directory,
+    /// on this machine's CPU
+    #[arg(long, value_name = "URL|local")]
+    from: String,
+    /// That vLLM's shared_storage_path, as this machine sees it
+    #[arg(long, value_name = "DIR")]
+    transfer: Option<PathBuf>,
+}
+
 impl StatesCommand {
     pub fn run(self) -> anyhow::Result<ExitCode> {
         match self.action {
-            Action::Backfill { from, transfer, layers, concurrency, limit, config, json } => {
-                let from = fill_from(from, transfer, concurrency)?;
+            Action::Backfill { source, layers, concurrency, limit, config, json } => {
+                let from = source.fill_from(concurrency)?;
                 let options = BackfillOptions { from, layer_ids: layers, limit };
                 let runtime = super::runtime()?;
                 let settings = config.load()?;
@@ -136,14 +140,13 @@ impl StatesCommand {
                 let options = ImportOptions { directory, data_set: dataset, layer_ids: layers, limit };
                 show(&backfill::import(&settings, &options)?, json)
             }
-            Action::Check { from, transfer, share, seed, limit, config, json } => {
-                let options =
-                    BackfillOptions { from: fill_from(from, transfer, None)?, layer_ids: None, limit };
+            Action::Check { source, share, seed, limit, config, json } => {
                 let seed = seed.unwrap_or_else(|| jiff::Timestamp::now().to_string());
+                let options = CheckOptions { from: source.fill_from(None)?, share, seed, limit };
                 let runtime = super::runtime()?;
                 let settings = config.load()?;
                 super::existing_data(&settings)?;
-                let checked = backfill::check(&settings, &options, share, &seed, super::interrupted());
+                let checked = backfill::check(&settings, &options, super::interrupted());
                 show_check(&runtime.block_on(checked)?, json)
             }
             Action::Stats { config, json } => stats(&super::existing_data(&config.load()?)?, json),
@@ -153,27 +156,26 @@ impl StatesCommand {
     }
 }
 
-/// A second vLLM has a transfer directory and requests in flight, the local verifier neither.
-fn fill_from(
-    from: String,
-    transfer: Option<PathBuf>,
-    concurrency: Option<usize>,
-) -> anyhow::Result<FillFrom> {
-    if from == LOCAL {
-        ensure!(transfer.is_none(), "--transfer is a second vLLM's; leave it out with --from local");
-        ensure!(
-            concurrency.is_none(),
-            "--concurrency is a second vLLM's; leave it out with --from local, which computes one record at a time"
-        );
-        return Ok(FillFrom::Local);
+impl SourceFlags {
+    /// A second vLLM has a transfer directory and requests in flight, the local verifier neither.
+    fn fill_from(self, concurrency: Option<usize>) -> anyhow::Result<FillFrom> {
+        let Self { from, transfer } = self;
+        if from == LOCAL {
+            ensure!(transfer.is_none(), "--transfer is a second vLLM's; leave it out with --from local");
+            ensure!(
+                concurrency.is_none(),
+                "--concurrency is a second vLLM's; leave it out with --from local, which computes one record at a time"
+            );
+            return Ok(FillFrom::Local);
+        }
+        let transfer_directory = transfer.with_context(|| {
+            format!(
+                "--transfer is missing; give the shared_storage_path of the vLLM at {from}, or say --from local"
+            )
+        })?;
+        let concurrency = concurrency.unwrap_or(DEFAULT_CONCURRENCY);
+        Ok(FillFrom::Vllm { address: from, transfer_directory, concurrency })
     }
-    let transfer_directory = transfer.with_context(|| {
-        format!(
-            "--transfer is missing; give the shared_storage_path of the vLLM at {from}, or say --from local"
-        )
-    })?;
-    let concurrency = concurrency.unwrap_or(DEFAULT_CONCURRENCY);
-    Ok(FillFrom::Vllm { address: from, transfer_directory, concurrency })
 }
 
 fn show(report: &BackfillReport, json: bool) -> anyhow::Result<ExitCode> {

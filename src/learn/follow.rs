@@ -7,13 +7,13 @@ use std::collections::HashSet;
 
 use super::run::{Begun, begin, options};
 use super::run_directory::{last_optimizer, remove_state};
-use super::samples::{SampleName, name, usable};
+use super::samples::usable;
 use super::{
     CurvePoint, Ended, Samples, Side, Start, StateLayout, TrainReport, Verifier, Wake, starting_head,
 };
 use crate::config::Config;
 use crate::promote::Registry;
-use crate::states::{Reader, SampleEntry};
+use crate::states::{Reader, SampleEntry, SampleName};
 use crate::store::DataDir;
 use crate::train::{SampleSource, Schedule, shuffled};
 
@@ -50,7 +50,7 @@ pub fn follow(
     let mut old: HashSet<SampleName> = HashSet::new();
     for entry in reader.index() {
         if newest_sample.is_some_and(|time| entry.header.captured_at <= time) {
-            old.insert(name(entry));
+            old.insert(entry.header.name());
         }
     }
     let mut round = 0;
@@ -104,7 +104,7 @@ fn round_samples(
 ) -> Option<Vec<SampleEntry>> {
     let all = reader.index().iter().filter(|entry| usable(entry, Side::Train, layout));
     let (known, fresh): (Vec<&SampleEntry>, Vec<&SampleEntry>) =
-        all.partition(|entry| old.contains(&name(entry)));
+        all.partition(|entry| old.contains(&entry.header.name()));
     if fresh.len() < config.train.follow_samples {
         return None;
     }

@@ -12,9 +12,9 @@ use std::time::Instant;
 use anyhow::{Context, bail, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::samples::SampleName;
 use crate::head::{Head, HeadDtype, HeadFormat, VerifierIdentity, VerifierReference, WriteOptions};
 use crate::promote::Registry;
+use crate::states::SampleName;
 use crate::store::{DataDir, new_id, publish, rename_durably};
 use crate::train::{AdamW, Checkpoint, Progress, TrainOptions};
 

@@ -6,7 +6,7 @@ use std::error::Error;
 use sha2::{Digest, Sha256};
 
 use crate::head::HeadConfig;
-use crate::states::{Reader, SampleEntry, StatesError};
+use crate::states::{Reader, SampleEntry, SampleName, StatesError};
 use crate::store::DataDir;
 use crate::train::{OwnedSample, SampleSource};
 
@@ -48,9 +48,6 @@ pub enum Side {
     HeldOut,
 }
 
-/// A sample's name for ever: request and choice.
-pub type SampleName = (String, u32);
-
 /// A fixed list of samples in a stable order. What the store evicts meanwhile keeps its place and loads as none.
 pub struct Samples {
     names: Vec<SampleName>,
@@ -73,7 +70,7 @@ impl Samples {
             let header = &entry.header;
             (header.captured_at, header.request_id.clone(), header.choice_index)
         });
-        let names = entries.iter().map(name).collect();
+        let names = entries.iter().map(|entry| entry.header.name()).collect();
         Self { names, entries: entries.into_iter().map(Some).collect(), hidden }
     }
 
@@ -86,7 +83,8 @@ impl Samples {
     ) -> Result<Self, StatesError> {
         let reader = Reader::open(&data.states())?;
         let all = reader.index().iter().filter(|entry| usable(entry, side, layout));
-        let mut known: HashMap<SampleName, &SampleEntry> = all.map(|entry| (name(entry), entry)).collect();
+        let mut known: HashMap<SampleName, &SampleEntry> =
+            all.map(|entry| (entry.header.name(), entry)).collect();
         let entries = names.iter().map(|name| known.remove(name).cloned()).collect();
         Ok(Self { names, entries, hidden: layout.hidden })
     }
@@ -115,10 +113,6 @@ impl Samples {
         }
         format!("{:x}", hash.finalize())
     }
-}
-
-pub(super) fn name(entry: &SampleEntry) -> SampleName {
-    (entry.header.request_id.clone(), entry.header.choice_index)
 }
 
 /// A draft needs at least the first output token and one after it.

@@ -457,6 +457,7 @@ impl Worker {
             }
             Some((index, text)) if !waiting.seen.contains(&index) => {
                 let outcome = self.take_in(path, name, index, &waiting.summary, text);
+                self.watch_for_faults(outcome.status);
                 remove(path);
                 waiting.seen.insert(index);
                 self.report(outcome);
@@ -480,50 +481,12 @@ impl Worker {
         summary: &RequestSummary,
         text: &ChoiceText,
     ) -> Outcome {
-        if self.faults_in_a_row >= SWITCH_OFF_AFTER {
-            return Outcome {
-                request_id: summary.request_id.clone(),
-                choice_index,
-                status: OutcomeStatus::SwitchedOff,
-                ..Outcome::default()
-            };
-        }
-        let outcome = self.read_and_store(path, name, choice_index, summary, text);
-        self.watch_for_faults(outcome.status);
-        outcome
-    }
-
-    /// Switches the source off, loudly, where it gives nothing but wrong files.
-    fn watch_for_faults(&mut self, status: OutcomeStatus) {
-        if !status.is_fault_of_the_source() {
-            // Ids that do not match the text say nothing either way.
-            if status != OutcomeStatus::Text {
-                self.faults_in_a_row = 0;
-            }
-            return;
-        }
-        self.faults_in_a_row += 1;
-        if self.faults_in_a_row == SWITCH_OFF_AFTER {
-            metrics::gauge!("draftsmith_states_switched_off").set(1.0);
-            tracing::error!(
-                directory = %self.options.transfer_directory.display(),
-                last_reason = status.as_str(),
-                "{SWITCH_OFF_AFTER} files of states in a row were wrong: no more are taken in until draftsmith starts again; \
-                 does vLLM run the plugin and the head that belong to this draftsmith?"
-            );
-        }
-    }
-
-    fn read_and_store(
-        &mut self,
-        path: &Path,
-        name: &TransferName,
-        choice_index: usize,
-        summary: &RequestSummary,
-        text: &ChoiceText,
-    ) -> Outcome {
         let mut outcome =
             Outcome { request_id: summary.request_id.clone(), choice_index, ..Outcome::default() };
+        if self.faults_in_a_row >= SWITCH_OFF_AFTER {
+            outcome.status = OutcomeStatus::SwitchedOff;
+            return outcome;
+        }
         let written = fs::symlink_metadata(path).and_then(|metadata| metadata.modified());
         let file = match transfer::read(path, self.options.max_file_bytes) {
             Ok(file) => file,
@@ -575,6 +538,27 @@ impl Worker {
             );
         }
         outcome
+    }
+
+    /// Switches the source off, loudly, where it gives nothing but wrong files.
+    fn watch_for_faults(&mut self, status: OutcomeStatus) {
+        if !status.is_fault_of_the_source() {
+            // Ids that do not match the text say nothing either way, and what was not looked at neither.
+            if !matches!(status, OutcomeStatus::Text | OutcomeStatus::SwitchedOff) {
+                self.faults_in_a_row = 0;
+            }
+            return;
+        }
+        self.faults_in_a_row += 1;
+        if self.faults_in_a_row == SWITCH_OFF_AFTER {
+            metrics::gauge!("draftsmith_states_switched_off").set(1.0);
+            tracing::error!(
+                directory = %self.options.transfer_directory.display(),
+                last_reason = status.as_str(),
+                "{SWITCH_OFF_AFTER} files of states in a row were wrong: no more are taken in until draftsmith starts again; \
+                 does vLLM run the plugin and the head that belong to this draftsmith?"
+            );
+        }
     }
 
     fn check_ids(&self, file: &TransferFile, text: &ChoiceText) -> Result<(), OutcomeStatus> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::StatesError;
 
 pub(crate) const VERSION: u32 = 2;
-/// Length of a file without frames.
+/// The bytes before the first frame, so of a file that holds nothing.
 pub(crate) const FILE_HEADER: u64 = 16;
 
 /// Tells a file from another one that had its name before. Inodes do not: a system uses them again at once.

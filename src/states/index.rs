@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::block::{BlockKey, KEY_BYTES, block_count};
-use super::frame::{FILE_HEADER, read_fully, u32_at};
+use super::frame::{read_fully, u32_at};
 use super::transfer::Drafting;
 use super::{StatesError, fp8};
 
@@ -94,11 +94,18 @@ pub struct SampleHeader {
     pub captured_at: i64,
 }
 
+/// A sample's name for ever: request and choice.
+pub type SampleName = (String, u32);
+
 fn is_zero(number: &usize) -> bool {
     *number == 0
 }
 
 impl SampleHeader {
+    pub fn name(&self) -> SampleName {
+        (self.request_id.clone(), self.choice_index)
+    }
+
     /// Bytes of one token's states [L, H], None where the numbers overflow.
     pub fn row_bytes(&self) -> Option<usize> {
         self.dtype.vector_bytes(self.hidden)?.checked_mul(self.layers)
@@ -266,6 +273,3 @@ pub(crate) fn is_whole(frame: &[u8]) -> bool {
 pub(crate) fn path_of(directory: &Path) -> PathBuf {
     directory.join(FILE_NAME)
 }
-
-/// The bytes of an index that holds nothing.
-pub(crate) const EMPTY: u64 = FILE_HEADER;

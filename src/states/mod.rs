@@ -33,7 +33,7 @@ pub use collector::{
     ChoiceText, Collector, CollectorOptions, CollectorStats, Forgetter, Outcome, RequestSummary,
 };
 pub use frame::Damage;
-pub use index::{SampleHeader, StateDtype};
+pub use index::{SampleHeader, SampleName, StateDtype};
 pub use reader::{Reader, ReaderStats, Refreshed, Sample, SampleEntry, VerifyReport};
 pub use stock::{StockSample, store_stock};
 pub use store::{Appended, NewSample, StateStore, StoreOptions, StoreStats};

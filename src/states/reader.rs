@@ -5,7 +5,7 @@
 //! mapped, and let go as soon as they are seen to be deleted, or their room on the disk would not come free.
 
 use std::collections::{HashMap, HashSet};
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -119,15 +119,15 @@ impl Reader {
             self.index.extend(scanned.samples.into_iter().map(|sample| entry(sample, &self.blocks)));
             return Ok(Refreshed { added, removed: 0 });
         }
-        let scanned = index::scan(&file, &path, index::EMPTY)?;
+        let scanned = index::scan(&file, &path, FILE_HEADER)?;
         let mut old = HashMap::new();
         for known in self.index.drain(..) {
-            old.insert(name(&known.header), known);
+            old.insert(known.header.name(), known);
         }
         let before = old.len();
         let mut kept = 0;
         for sample in scanned.samples {
-            match old.remove(&name(&sample.header)) {
+            match old.remove(&sample.header.name()) {
                 Some(known) if *known.keys == *sample.keys && known.header == sample.header => {
                     kept += 1;
                     self.index.push(known);
@@ -190,13 +190,13 @@ impl Reader {
         }
         let path = index::path_of(&self.directory);
         let still_there = match open_if_there(&path)? {
-            Some(file) => index::scan(&file, &path, index::EMPTY)?.samples,
+            Some(file) => index::scan(&file, &path, FILE_HEADER)?.samples,
             None => Vec::new(),
         };
-        let still_there: HashSet<_> = still_there.into_iter().map(|sample| name(&sample.header)).collect();
+        let still_there: HashSet<_> = still_there.into_iter().map(|sample| sample.header.name()).collect();
         for sample in &samples {
             let lost = sample.keys.iter().filter(|key| !good.contains(*key)).count();
-            if lost > 0 && still_there.contains(&name(&sample.header)) {
+            if lost > 0 && still_there.contains(&sample.header.name()) {
                 let header = &sample.header;
                 let reason = format!(
                     "choice {} of request {} lacks {lost} of its {} blocks",
@@ -221,19 +221,11 @@ impl Reader {
         let mut damage = |offset, reason: String| {
             report.damaged.push(Damage { path: path.clone(), offset, reason });
         };
-        match read_file_header(&file, &path, index::MAGIC) {
-            Ok(Some(_)) => {}
-            Ok(None) => {
-                damage(0, "the file ends inside its header".to_owned());
-                return Ok(Vec::new());
-            }
-            Err(error @ StatesError::Foreign { .. }) => {
-                damage(0, error.to_string());
-                return Ok(Vec::new());
-            }
-            Err(error) => return Err(error),
+        if let Some(reason) = fault_of_header(&file, &path, index::MAGIC, false)? {
+            damage(0, reason);
+            return Ok(Vec::new());
         }
-        let scanned = index::scan(&file, &path, index::EMPTY)?;
+        let scanned = index::scan(&file, &path, FILE_HEADER)?;
         for (offset, reason) in scanned.damaged {
             damage(offset, reason);
         }
@@ -241,6 +233,21 @@ impl Reader {
             damage(scanned.end, reason);
         }
         Ok(scanned.samples)
+    }
+}
+
+/// What is wrong with the header of a file. `growing`: it may be being written.
+fn fault_of_header(
+    file: &File,
+    path: &Path,
+    magic: &[u8; 8],
+    growing: bool,
+) -> Result<Option<String>, StatesError> {
+    match read_file_header(file, path, magic) {
+        Ok(Some(_)) => Ok(None),
+        Ok(None) => Ok((!growing).then(|| "the file ends inside its header".to_owned())),
+        Err(error @ StatesError::Foreign { .. }) => Ok(Some(error.to_string())),
+        Err(error) => Err(error),
     }
 }
 
@@ -256,19 +263,9 @@ fn verify_segment(
     let mut damage = |offset, reason: &str| {
         report.damaged.push(Damage { path: path.to_path_buf(), offset, reason: reason.to_owned() });
     };
-    match read_file_header(&file, path, segment::MAGIC) {
-        Ok(Some(_)) => {}
-        Ok(None) => {
-            if !growing {
-                damage(0, "the file ends inside its header");
-            }
-            return Ok(());
-        }
-        Err(error @ StatesError::Foreign { .. }) => {
-            damage(0, &error.to_string());
-            return Ok(());
-        }
-        Err(error) => return Err(error),
+    if let Some(reason) = fault_of_header(&file, path, segment::MAGIC, growing)? {
+        damage(0, &reason);
+        return Ok(());
     }
     let scanned = segment::scan(&file, path, FILE_HEADER)?;
     for (offset, reason) in scanned.damaged {
@@ -287,10 +284,6 @@ fn verify_segment(
         damage(offset, reason);
     }
     Ok(())
-}
-
-fn name(header: &SampleHeader) -> (String, u32) {
-    (header.request_id.clone(), header.choice_index)
 }
 
 fn entry(sample: IndexedSample, blocks: &Arc<Blocks>) -> SampleEntry {
@@ -494,13 +487,6 @@ impl Table {
             .collect();
         for number in gone {
             self.forget(number);
-        }
-        let cut = |(number, path): &(u64, PathBuf)| {
-            let known = self.segments.get(number).map_or(0, |known| known.position);
-            fs::metadata(path).is_ok_and(|metadata| metadata.len() < known)
-        };
-        if listed.iter().any(cut) {
-            self.start_again();
         }
         for (number, path) in listed {
             let Some(file) = open_if_there(&path)? else { continue };

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 
 use super::StatesError;
 use super::block::{BLOCK_ROWS, BlockKey, KEY_BYTES};
-use super::frame::{FILE_HEADER, read_fully, u32_at, u64_at};
+use super::frame::{read_fully, u32_at, u64_at};
 
 pub(crate) const MAGIC: &[u8; 8] = b"DSBLOCKS";
 pub(crate) const BLOCK_HEADER: u64 = 40;
@@ -190,6 +190,3 @@ pub(crate) fn list(directory: &Path) -> Result<Vec<(u64, PathBuf)>, StatesError>
     segments.sort();
     Ok(segments)
 }
-
-/// The bytes of a segment that holds nothing.
-pub(crate) const EMPTY: u64 = FILE_HEADER;

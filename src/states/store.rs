@@ -6,8 +6,7 @@
 //!
 //! What goes first: training samples, by age and by how badly their drafts fared. Age counts in bytes of states that came
 //! since, shared or not: a sample none of whose drafted tokens was accepted lives half a quota of them longer than one all of
-//! whose were. Held-out samples have a
-//! quota of their own, and the oldest goes first.
+//! whose were. Held-out samples have a quota of their own, and the oldest goes first.
 //!
 //! A crash of the process loses nothing that was appended; a power cut loses at most what was appended since the last
 //! [`StateStore::sync`].
@@ -21,10 +20,11 @@ use std::path::{Path, PathBuf};
 
 use super::block::{BLOCK_ROWS, BlockKey, Layout, block_keys};
 use super::frame::{FILE_HEADER, Generation, file_header, open_if_there, read_file_header, read_fully};
-use super::index::{self, IndexedSample, SampleHeader};
+use super::index::{self, IndexedSample, SampleHeader, SampleName};
 use super::segment::{self, Block};
 use super::{StateDtype, StatesError, fp8};
 use crate::config::{StateEncoding, StatesConfig};
+use crate::store::Replaced;
 
 /// The share of the quota that held-out samples may take.
 const HELD_OUT_QUOTA_SHARE: u64 = 4;
@@ -116,8 +116,6 @@ pub struct Appended {
     pub missing_rows: usize,
 }
 
-type SampleName = (String, u32);
-
 /// The only writer of a state directory.
 #[derive(Debug)]
 pub struct StateStore {
@@ -171,7 +169,7 @@ struct Segment {
 
 impl Segment {
     fn dead_bytes(&self) -> u64 {
-        self.bytes - segment::EMPTY - self.live_bytes
+        self.bytes - FILE_HEADER - self.live_bytes
     }
 }
 
@@ -228,7 +226,7 @@ impl StateStore {
                 .max(now_milliseconds().unsigned_abs()),
             segments,
             current: None,
-            index: Index { path: index_path, file: None, bytes: 0, live_bytes: index::EMPTY },
+            index: Index { path: index_path, file: None, bytes: 0, live_bytes: FILE_HEADER },
             clock: 0,
             next_sequence: 0,
             held_out_bytes: 0,
@@ -236,8 +234,8 @@ impl StateStore {
             _lock: lock,
         };
         let mut lost = 0;
-        for sample in &scanned {
-            let name = (sample.header.request_id.clone(), sample.header.choice_index);
+        for sample in scanned {
+            let name = sample.header.name();
             let whole = sample.keys.iter().all(|key| found.contains_key(key));
             if !whole || store.samples.contains_key(&name) {
                 lost += 1;
@@ -274,7 +272,7 @@ impl StateStore {
     /// Evicts where there is no room. A (request, choice) that is stored already is refused, as is a sample none of whose
     /// rows follows the last missing one.
     pub fn append(&mut self, sample: NewSample<'_>) -> Result<Appended, StatesError> {
-        let name = (sample.header.request_id.clone(), sample.header.choice_index);
+        let name = sample.header.name();
         if self.samples.contains_key(&name) {
             return Err(StatesError::Duplicate { request_id: name.0, choice_index: name.1 });
         }
@@ -344,7 +342,7 @@ impl StateStore {
             offset: self.index.bytes - index_bytes,
             length: index_bytes,
         };
-        self.remember(name, &indexed);
+        self.remember(name, indexed);
         self.publish_metrics();
         Ok(appended)
     }
@@ -372,7 +370,8 @@ impl StateStore {
         }
     }
 
-    /// Removes every sample of the requests for which `forget` says so, and all rows that no other sample has. Returns how many went.
+    /// Removes every sample of the requests for which `forget` says so, and all rows that no other sample has. Returns how
+    /// many went.
     ///
     /// Rows of a prefix that other samples share stay, as theirs.
     pub fn forget(&mut self, mut forget: impl FnMut(&str) -> bool) -> Result<usize, StatesError> {
@@ -461,7 +460,7 @@ impl StateStore {
     fn write_blocks(&mut self, pieces: &[Piece<'_>]) -> Result<(u64, Vec<Block>), StatesError> {
         let limit = self.options.segment_limit();
         let full = self.segments.last_key_value().is_some_and(|(_, segment)| {
-            segment.bytes > segment::EMPTY && segment.bytes + pieces[0].bytes() > limit
+            segment.bytes > FILE_HEADER && segment.bytes + pieces[0].bytes() > limit
         });
         if full {
             self.close_segment()?;
@@ -521,7 +520,7 @@ impl StateStore {
     }
 
     /// Takes a sample into the tables; its blocks are referenced already.
-    fn remember(&mut self, name: SampleName, sample: &IndexedSample) {
+    fn remember(&mut self, name: SampleName, sample: IndexedSample) {
         let header = &sample.header;
         let held_out = header.held_out;
         let bytes = header.row_bytes().unwrap_or(0).saturating_mul(header.rows) as u64;
@@ -536,13 +535,8 @@ impl StateStore {
         } else {
             self.train_order.insert(order, name.clone());
         }
-        let known = Sample {
-            keys: sample.keys.clone(),
-            held_out,
-            order,
-            offset: sample.offset,
-            length: sample.length,
-        };
+        let known =
+            Sample { keys: sample.keys, held_out, order, offset: sample.offset, length: sample.length };
         self.samples.insert(name, known);
     }
 
@@ -583,13 +577,20 @@ impl StateStore {
                 self.held_out_bytes -= stored.block.bytes();
             }
         }
-        if stored.references > 0 {
-            return;
+        if stored.references == 0 {
+            self.bury(key);
         }
+    }
+
+    /// Nobody needs this block any more, or it is of no use.
+    fn bury(&mut self, key: &BlockKey) {
+        let Some(stored) = self.blocks.remove(key) else { return };
         if let Some(holder) = self.segments.get_mut(&stored.segment) {
             holder.live_bytes -= stored.block.bytes();
         }
-        self.blocks.remove(key);
+        if stored.held_out_references > 0 {
+            self.held_out_bytes -= stored.block.bytes();
+        }
     }
 
     /// Takes a sample out of the tables. The index has it until it is written anew.
@@ -723,13 +724,7 @@ impl StateStore {
         }
         // A sample that is just being stored may hold on to one.
         for key in damaged {
-            let Some(stored) = self.blocks.remove(key) else { continue };
-            if let Some(holder) = self.segments.get_mut(&stored.segment) {
-                holder.live_bytes -= stored.block.bytes();
-            }
-            if stored.held_out_references > 0 {
-                self.held_out_bytes -= stored.block.bytes();
-            }
+            self.bury(key);
         }
         self.rewrite_index()
     }
@@ -763,19 +758,7 @@ impl StateStore {
             }
             self.index.file = Some(source);
         }
-        let temporary = crate::store::temporary_name(&path);
-        let written = write_index(&temporary, &bytes).and_then(|file| {
-            let directory = File::open(&self.directory)?;
-            fs::rename(&temporary, &path)?;
-            Ok((file, directory))
-        });
-        let (file, directory) = match written {
-            Ok(written) => written,
-            Err(error) => {
-                let _ = fs::remove_file(&temporary);
-                return Err(failed(error));
-            }
-        };
+        let Replaced { file, directory } = crate::store::replace(&path, &bytes).map_err(failed)?;
         self.index.file = Some(file);
         self.index.bytes = bytes.len() as u64;
         for (name, offset) in places {
@@ -807,7 +790,7 @@ impl StateStore {
             let _ = fs::remove_file(&path);
             return Err(failed(error));
         }
-        self.segments.insert(number, Segment { path, bytes: segment::EMPTY, live_bytes: 0 });
+        self.segments.insert(number, Segment { path, bytes: FILE_HEADER, live_bytes: 0 });
         self.current = Some(file);
         self.sync_directory()
     }
@@ -916,15 +899,6 @@ pub(crate) fn is_locked(directory: &Path) -> Result<bool, StatesError> {
     }
 }
 
-/// A new index under its temporary name.
-fn write_index(path: &Path, bytes: &[u8]) -> std::io::Result<File> {
-    let mut file = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path)?;
-    file.set_len(0)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    Ok(file)
-}
-
 /// What a writer that was killed left half-written.
 fn remove_temporaries(directory: &Path) -> Result<(), StatesError> {
     let failed = |error| StatesError::io("cannot clean", directory, error);
@@ -980,7 +954,7 @@ fn recover_segment(path: &Path, youngest: bool) -> Result<Option<Recovered>, Sta
         Err(error) => return Err(error),
     };
     let length = file.metadata().map_err(failed)?.len();
-    if !whole || length == segment::EMPTY {
+    if !whole || length == FILE_HEADER {
         fs::remove_file(path).map_err(failed)?;
         return Ok(None);
     }
@@ -994,7 +968,7 @@ fn recover_segment(path: &Path, youngest: bool) -> Result<Option<Recovered>, Sta
     }
     // After a power cut the last blocks can have their length but not their bytes.
     blocks.retain(|block| segment::read_payload(&file, path, block).is_some());
-    let end = blocks.last().map_or(segment::EMPTY, Block::end);
+    let end = blocks.last().map_or(FILE_HEADER, Block::end);
     if end < length {
         let reason = torn.map_or("it does not match its checksum", |(_, reason)| reason);
         tracing::warn!(segment = %path.display(), from = end, to = length, reason, "cut the torn end of a segment of states");
@@ -1014,7 +988,7 @@ fn recover_index(path: &Path) -> Result<(Vec<IndexedSample>, bool), StatesError>
     if read_file_header(&file, path, index::MAGIC)?.is_none() {
         return Ok((Vec::new(), false));
     }
-    let scanned = index::scan(&file, path, index::EMPTY)?;
+    let scanned = index::scan(&file, path, FILE_HEADER)?;
     for (offset, reason) in &scanned.damaged {
         tracing::warn!(index = %path.display(), offset, reason, "a sample of states is damaged and dropped");
     }

@@ -75,11 +75,37 @@ impl DataDir {
 
 /// Writes a file so that a reader sees all of it or none of it. Mode 0600: what is captured is private.
 pub fn publish(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    replace(path, bytes)?.directory.sync_all()
+}
+
+/// A file that was just put into its place.
+pub struct Replaced {
+    /// Open for reading and appending.
+    pub file: File,
+    /// The file survives a power cut once this is synced.
+    pub directory: File,
+}
+
+/// The first part of [`publish`], for a writer that goes on with the file: after an error the old file stands, afterwards
+/// the new one does, whatever comes of syncing the directory.
+pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<Replaced> {
     let temporary = temporary_name(path);
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
+    let replaced = replace_by_way_of(&temporary, path, bytes);
+    if replaced.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    replaced
+}
+
+fn replace_by_way_of(temporary: &Path, path: &Path, bytes: &[u8]) -> io::Result<Replaced> {
+    let mut file = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(temporary)?;
+    file.set_len(0)?;
     file.write_all(bytes)?;
     file.sync_all()?;
-    rename_durably(&temporary, path)
+    // Before the rename: after it nothing may fail.
+    let directory = File::open(path.parent().unwrap_or(Path::new(".")))?;
+    fs::rename(temporary, path)?;
+    Ok(Replaced { file, directory })
 }
 
 /// The name under which a file is written until it is whole: hidden, so that globs for data files pass it by.
